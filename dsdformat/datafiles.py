@@ -1,0 +1,256 @@
+"""Plan the data files of one writer, and write them: hash, compress, place, flush.
+
+The plan is pure: which chunk goes into which file, in which order (spec R-10.8, R-10.9). Writing
+holds a bounded number of blocks, whatever the size of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsdformat.blocks import Task, Workers
+from dsdformat.boxes import Box
+from dsdformat.format.codecs import PLANES, RAW, encode_block
+from dsdformat.format.digests import DIGEST_NBYTES, digest
+from dsdformat.format.dtypes import Dtype
+from dsdformat.format.payload import (
+    HeaderEntry,
+    chunk_key,
+    emit_header,
+    header_json,
+    header_nbytes,
+    size_class,
+)
+from dsdformat.limits import FILE_CHUNKS_MAX, HEADER_NBYTES_MAX, KIB, MIB
+from dsdformat.sources import Data, iter_blocks
+from dsdformat.storage.base import Buffer, Sink, Target
+
+__all__ = ["ChunkJob", "FilePlan", "plan_files", "write_file"]
+
+_BATCH_NBYTES = MIB
+_SMALL_NBYTES = 64 * KIB
+
+
+@dataclass(slots=True, eq=False)
+class ChunkJob:
+    """One chunk to write, and what became of it.
+
+    Attributes:
+        tensor: Index of the tensor, in this writer's order.
+        path: The tensor's path.
+        dtype, shape: Of the tensor.
+        box: Of the chunk.
+        codec: Number of the codec.
+        data: Where the bytes come from.
+        name: The tensor's display name.
+        file: The file, once planned; an index into this writer's files.
+        byte_offset, stored_nbytes: Where it lies, once written.
+        digests: 32 bytes per block, once written.
+        frames: Stored lengths of blocks; empty for raw chunks.
+        frame_digests: 32 bytes per frame.
+    """
+
+    tensor: int
+    path: tuple[Any, ...]
+    dtype: Dtype
+    shape: tuple[int, ...]
+    box: Box
+    codec: int
+    data: Data
+    name: str
+    file: int = 0
+    byte_offset: int = 0
+    stored_nbytes: int = 0
+    digests: bytearray = field(default_factory=bytearray)
+    frames: list[int] = field(default_factory=list)
+    frame_digests: bytearray = field(default_factory=bytearray)
+
+    @property
+    def nbytes(self) -> int:
+        """Decoded length."""
+        return self.box.numel * self.dtype.itemsize
+
+    def stored_bound(self, block_nbytes: int) -> int:
+        """The most bytes that the stored chunk can have."""
+        if self.codec != PLANES:
+            return self.nbytes
+        return self.nbytes + 4 * self.dtype.word * -(-self.nbytes // block_nbytes)
+
+
+@dataclass(slots=True)
+class FilePlan:
+    """A data file to write: its chunks in storage order, and the room for its header."""
+
+    prefix: tuple[str, ...]
+    jobs: list[ChunkJob]
+    metadata: dict[str, str]
+    header_nbytes: int = 0
+    nbytes: int = 0
+    label: str = ""
+
+
+def plan_files(
+    jobs: Sequence[ChunkJob],
+    metadata: dict[str, str],
+    block_nbytes: int,
+    *,
+    chunks_max: int = FILE_CHUNKS_MAX,
+    header_max: int = HEADER_NBYTES_MAX,
+) -> list[FilePlan]:
+    """Spread chunks over files: one for each top-level key, more where one would be too full.
+
+    Args:
+        jobs: In the order of tensors, and in a tensor of offsets.
+        metadata: For the headers.
+        block_nbytes: Of the checkpoint.
+        chunks_max, header_max: When to begin another file.
+    """
+    groups: dict[tuple[str, ...], list[ChunkJob]] = {}
+    for job in jobs:
+        prefix = job.path[:1] if len(job.path) > 1 and type(job.path[0]) is str else ()
+        groups.setdefault(prefix, []).append(job)
+    plans: list[FilePlan] = []
+    for prefix in sorted(groups):
+        ordered = sorted(groups[prefix], key=lambda job: -size_class(job.nbytes))
+        for piece in _fill_files(ordered, len(prefix), chunks_max, header_max):
+            plan = FilePlan(prefix, piece, metadata)
+            bound = header_json(_entries(plan, block_nbytes), metadata)
+            plan.header_nbytes = header_nbytes(len(bound))
+            plans.append(plan)
+    return plans
+
+
+def write_file(plan: FilePlan, target: Target, block_nbytes: int, workers: Workers) -> None:
+    """Write one data file and make it durable; fill in where its chunks lie.
+
+    Memory: two blocks per thread, and none for raw chunks that are buffers.
+    """
+    sink = target.create(plan.label)
+    try:
+        end = _write_chunks(plan, sink, block_nbytes, workers)
+        text = header_json(_entries(plan, None), plan.metadata)
+        header = emit_header(text, plan.header_nbytes)
+        assert header is not None, "the room for a header was planned too small"
+        sink.write_at(0, [header])
+        plan.nbytes = end
+    finally:
+        sink.close()
+
+
+def _fill_files(
+    jobs: list[ChunkJob], depth: int, chunks_max: int, header_max: int
+) -> Iterator[list[ChunkJob]]:
+    piece: list[ChunkJob] = []
+    room = header_max
+    for job in jobs:
+        # The key in its longest escape, numbers and punctuation: an upper bound.
+        cost = 6 * sum(len(str(step).encode()) for step in job.path[depth:])
+        cost += 64 + 48 * (len(job.shape) + 2)
+        if piece and (len(piece) >= chunks_max or cost > room):
+            yield piece
+            piece, room = [], header_max
+        piece.append(job)
+        room -= cost
+    if piece:
+        yield piece
+
+
+def _entries(plan: FilePlan, bound_block: int | None) -> Iterator[HeaderEntry]:
+    """List header entries; with a block size, as long as compressed chunks can become."""
+    for job in plan.jobs:
+        nbytes = job.stored_nbytes if bound_block is None else job.stored_bound(bound_block)
+        key = chunk_key(job.path[len(plan.prefix) :], job.shape, job.box, job.codec)
+        yield HeaderEntry(key, job.dtype, job.box.shape, job.codec, nbytes)
+
+
+def _write_chunks(plan: FilePlan, sink: Sink, block_nbytes: int, workers: Workers) -> int:
+    at = plan.header_nbytes
+    raw: list[ChunkJob] = []
+    for job in plan.jobs:
+        if job.codec == RAW:
+            job.byte_offset, job.stored_nbytes = at, job.nbytes
+            at += job.nbytes
+            raw.append(job)
+            continue
+        workers.run(_raw_tasks(raw, sink, block_nbytes))
+        raw = []
+        job.byte_offset = at
+        job.stored_nbytes = _write_compressed(job, sink, block_nbytes, workers)
+        at += job.stored_nbytes
+    workers.run(_raw_tasks(raw, sink, block_nbytes))
+    return at
+
+
+def _raw_tasks(jobs: list[ChunkJob], sink: Sink, block_nbytes: int) -> Iterator[Task]:
+    batch: list[tuple[ChunkJob, Buffer]] = []
+    held = 0
+    for job in jobs:
+        blocks = -(-job.nbytes // block_nbytes)
+        job.digests = bytearray(DIGEST_NBYTES * blocks)
+        if job.nbytes > _SMALL_NBYTES or (batch and held > _BATCH_NBYTES):
+            if batch:
+                yield _batch_task(batch, sink)
+            batch, held = [], 0
+        pieces = iter_blocks(job.data, job.nbytes, block_nbytes, job.name)
+        if 0 < job.nbytes <= _SMALL_NBYTES and blocks == 1:
+            batch.append((job, _only(pieces)))
+            held += job.nbytes
+            continue
+        for block, piece in enumerate(pieces):
+            yield _block_task(job, block, piece, job.byte_offset + block * block_nbytes, sink)
+    if batch:
+        yield _batch_task(batch, sink)
+
+
+def _only(pieces: Iterator[Buffer]) -> Buffer:
+    first, *rest = pieces  # the generator's last check runs at its end
+    assert not rest
+    return first
+
+
+def _block_task(job: ChunkJob, block: int, piece: Buffer, byte_offset: int, sink: Sink) -> Task:
+    def write() -> None:
+        at = DIGEST_NBYTES * block
+        job.digests[at : at + DIGEST_NBYTES] = digest(piece)
+        sink.write_at(byte_offset, [piece])
+
+    return write
+
+
+def _batch_task(batch: list[tuple[ChunkJob, Buffer]], sink: Sink) -> Task:
+    def write() -> None:
+        for job, piece in batch:
+            job.digests[:] = digest(piece)
+        sink.write_at(batch[0][0].byte_offset, [piece for _, piece in batch])
+
+    return write
+
+
+def _write_compressed(job: ChunkJob, sink: Sink, block_nbytes: int, workers: Workers) -> int:
+    """Compress blocks in threads, and write them in their order; return the stored length."""
+    at = job.byte_offset
+    pieces = iter_blocks(job.data, job.nbytes, block_nbytes, job.name)
+    while group := _take(pieces, 2 * workers.count):
+        stored: list[bytes] = [b""] * len(group)
+        sums: list[bytes] = [b""] * len(group)
+
+        def task(index: int, piece: Buffer, out: list[bytes], digests: list[bytes]) -> Task:
+            def compress() -> None:
+                digests[index] = digest(piece)
+                out[index] = encode_block(piece, job.codec, job.dtype)
+
+            return compress
+
+        workers.run(task(index, piece, stored, sums) for index, piece in enumerate(group))
+        sink.write_at(at, stored)
+        at += sum(map(len, stored))
+        job.digests += b"".join(sums)
+        job.frames += map(len, stored)
+        job.frame_digests += b"".join(map(digest, stored))
+    return at - job.byte_offset
+
+
+def _take(pieces: Iterator[Buffer], count: int) -> list[Buffer]:
+    return [piece for _, piece in zip(range(count), pieces, strict=False)]

@@ -1,0 +1,151 @@
+"""Checkpoints in folders of a file system: open, create, verify.
+
+The functions that `dsdformat` offers; they join a local folder to the reader, the writer and the
+verifier, which know no paths.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from dsdformat.errors import ArgumentError, FormatError
+from dsdformat.format.digests import parse_digest
+from dsdformat.format.values import Leaf
+from dsdformat.limits import BLOCK_NBYTES_DEFAULT
+from dsdformat.reader import Checkpoint
+from dsdformat.storage.local import LocalStorage
+from dsdformat.storage.target import LocalTarget
+from dsdformat.verify import Progress, Report, verify_storage
+from dsdformat.writer import Codec, Writer
+
+__all__ = ["PathLike", "create", "open", "verify"]
+
+PathLike = str | os.PathLike[str]
+
+
+def open(
+    path: PathLike,
+    *,
+    verify: bool = True,
+    digest: str | None = None,
+    threads: int | None = None,
+) -> Checkpoint:
+    """Open a checkpoint for reading.
+
+    Reads the manifest's head and body; tensors and their chunk tables are read when asked for.
+
+    Args:
+        path: The checkpoint's folder.
+        verify: Whether reads compare blocks with their digests.
+        digest: The root digest that the checkpoint must have, 64 hexadecimal digits.
+        threads: How many threads read; up to 8 if None.
+
+    Raises:
+        NotACheckpointError: `no_manifest` or `bad_magic`.
+        FormatError: the manifest breaks the spec, or is another one than `digest` says.
+        StorageError: the operating system reported an error.
+
+    Ranks: local.
+    Memory: the manifest's body, and 40 bytes per tensor.
+    """
+    expected = _parse_digest(digest)
+    storage = LocalStorage(path)
+    try:
+        return Checkpoint(storage, verify=verify, digest=expected, threads=threads)
+    except BaseException:
+        storage.close()
+        raise
+
+
+def create(
+    path: PathLike,
+    *,
+    overwrite: bool = False,
+    codec: Codec = "raw",
+    user: Mapping[str, str] | None = None,
+    block_nbytes: int = BLOCK_NBYTES_DEFAULT,
+    world_size: int = 1,
+    metadata: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    adapt: Leaf | None = None,
+) -> Writer:
+    """Begin a checkpoint; it exists once the returned writer has committed.
+
+    Args:
+        path: The checkpoint's folder; parents are made.
+        overwrite: Whether to replace a checkpoint that is there, once the new one is complete.
+        codec: `raw`, `zstd` or `planes+zstd`, or a function from a tensor's name to one.
+        user: User metadata: strings.
+        block_nbytes: Unit of hashing and compression: a power of two from 4 KiB to 64 MiB.
+        world_size: Number of writers; the returned one is rank 0 and the coordinator.
+        metadata: `__metadata__` of the data files; `{"format": "pt"}` if None.
+        threads: How many threads hash and write; up to 8 if None.
+        adapt: Called for a value of a type that the format does not have, with its path; gives
+            a `TensorSource` or a value that it has, or NotImplemented to refuse it.
+
+    Raises:
+        StorageError: `already_exists`, `not_replaceable` or `io_error`.
+
+    Ranks: coordinator only; others call `Writer.join`.
+    Memory: none; see `Writer.commit`.
+    """
+    target = LocalTarget(path, overwrite=overwrite)
+    try:
+        return Writer(
+            target,
+            user=user,
+            codec=codec,
+            block_nbytes=block_nbytes,
+            world_size=world_size,
+            metadata=metadata,
+            threads=threads,
+            adapt=adapt,
+        )
+    except BaseException:
+        target.abort()
+        raise
+
+
+def verify(
+    path: PathLike,
+    *,
+    digest: str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Check every byte of a checkpoint, and report all that is wrong.
+
+    Args:
+        path: The checkpoint's folder.
+        digest: The root digest that it must have. Without one, a person who rewrote the data
+            and its digests goes unnoticed.
+        threads: How many threads read and hash; up to 8 if None.
+        progress: Called with bytes done and bytes in all.
+
+    Returns:
+        A report; a damaged checkpoint is not an error.
+
+    Raises:
+        StorageError: the operating system reported an error.
+
+    Ranks: local.
+    Memory: one block per thread, and the chunk tables.
+    """
+    expected = _parse_digest(digest)
+    try:
+        storage = LocalStorage(path)
+    except FormatError as error:
+        return Report(str(path), problems=error.problems)
+    return verify_storage(storage, digest=expected, threads=threads, progress=progress)
+
+
+def _parse_digest(text: str | None) -> bytes | None:
+    if text is None:
+        return None
+    raw = parse_digest(text)
+    if raw is None:
+        raise ArgumentError(
+            f"a root digest is 64 hexadecimal digits, got {text[:80]!r}", code="bad_argument"
+        )
+    return raw

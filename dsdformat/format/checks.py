@@ -1,0 +1,336 @@
+"""Whole-manifest rules over the columns: bounds, tiling, storage order, references (stage 4).
+
+Pure. `check_tensor` is what a reader does before it uses a tensor; `check_columns` does that for
+every tensor, and the rules that need all of them. Both list every problem they find.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from dsdformat.boxes import Box, cut_dims, is_tiling, whole
+from dsdformat.errors import Problem
+from dsdformat.format.codecs import CODECS, PLANES, RAW, ZSTD
+from dsdformat.format.dtypes import DTYPES, Dtype
+from dsdformat.format.manifest import Body, ChunkRows, Columns
+from dsdformat.limits import CUT_DIMS_MAX, INT63_MAX, NDIM_MAX
+
+__all__ = ["ChunkPlace", "TensorRow", "check_columns", "check_tensor"]
+
+NameOf = Callable[[int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlace:
+    """One chunk, checked: its box and where it lies.
+
+    Attributes:
+        index: Number of the chunk in its tensor.
+        box: In elements of the global shape.
+        file: Index of the data file.
+        codec: Number of the codec.
+        byte_offset: In the file.
+        stored_nbytes: Length in the file.
+        nbytes: Decoded length.
+        first_block: Row of its first digest.
+        frames: Stored lengths of its blocks; empty for raw chunks.
+        first_frame: Row of its first frame.
+    """
+
+    index: int
+    box: Box
+    file: int
+    codec: int
+    byte_offset: int
+    stored_nbytes: int
+    nbytes: int
+    first_block: int
+    frames: tuple[int, ...] = ()
+    first_frame: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One tensor, checked."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    layout: int
+    chunks: tuple[ChunkPlace, ...]
+
+
+def check_tensor(
+    body: Body, columns: Columns, tensor: int, name: str
+) -> tuple[TensorRow | None, list[Problem]]:
+    """Check one tensor's row and chunks (R-9.1 to R-9.11), and the bounds of what they point at.
+
+    Returns:
+        The tensor, or None if it has problems; and the problems.
+    """
+    problems = list(_row_problems(body, columns, tensor, name))
+    if problems:
+        return None, problems
+    dtype = DTYPES[body.dtypes[columns.dtype[tensor]]]
+    shape = columns.shape(tensor)
+    rows = columns.rows(tensor)
+    chunks = range(columns.chunk_count[tensor])
+    problems = [p for c in chunks for p in _chunk_problems(body, dtype, shape, rows, c, name)]
+    boxes = [] if problems else [rows.box(chunk, len(shape)) for chunk in chunks]
+    problems += [] if problems else list(_tiling_problems(shape, boxes, name))
+    if problems:
+        return None, problems
+    places: list[ChunkPlace] = []
+    for chunk, box in enumerate(boxes):
+        place = _place(body, columns, rows, chunk, box, box.numel * dtype.itemsize)
+        problems += _place_problems(body, columns, dtype, place, name)
+        places.append(place)
+    if problems:
+        return None, problems
+    return TensorRow(dtype, shape, columns.layout[tensor], tuple(places)), []
+
+
+def check_columns(
+    body: Body,
+    columns: Columns,
+    features: Iterable[str],
+    zstd_pages: bool,
+    paths: list[tuple[object, ...]],
+    name_of: NameOf,
+) -> list[Problem]:
+    """Check every tensor, then storage order, prefixes, features and references.
+
+    Args:
+        features: Those that the head lists.
+        zstd_pages: Whether some page of the manifest is compressed.
+        paths: For each tensor its first path, from the tree.
+        name_of: Gives a tensor's name, for messages.
+    """
+    if len(paths) != columns.tensors:
+        message = f"the tree refers to {len(paths)} tensors, the table has {columns.tensors}"
+        return [Problem("bad_tensor_reference", message, path="$.tensors")]
+    problems: list[Problem] = []
+    places: list[_Entry] = []
+    later: list[Problem] = []
+    for tensor in range(columns.tensors):
+        row, found = check_tensor(body, columns, tensor, name_of(tensor))
+        problems += [p for p in found if p.code not in _LATER]
+        later += [p for p in found if p.code in _LATER]
+        first = len(places)
+        places += [
+            (c.file, c.byte_offset, c.stored_nbytes, first + c.index, tensor, c)
+            for c in (row.chunks if row else ())
+        ]
+    if problems or later:
+        return problems or later
+    places.sort()
+    used = set(columns.dtype)
+    codecs = {entry[5].codec for entry in places}
+    indexes = list(_block_index_problems(columns, places, body.block_nbytes, name_of))
+    return [
+        *indexes,
+        *([] if indexes else _byte_range_problems(body, places, name_of)),
+        *_prefix_problems(body, places, paths, name_of),
+        *_feature_problems(codecs, features, zstd_pages),
+        *_dtype_problems(body, used),
+    ]
+
+
+_LATER = frozenset({"bad_block_index", "byte_range_mismatch"})
+
+
+def _row_problems(body: Body, columns: Columns, tensor: int, name: str) -> Iterator[Problem]:
+    ndim = columns.ndim[tensor]
+    if columns.dtype[tensor] >= len(body.dtypes):
+        yield _bad("bad_reference", f"dtype {columns.dtype[tensor]} is not in the table", name)
+        return
+    if columns.layout[tensor] > len(body.layouts):
+        yield _bad("bad_reference", f"layout {columns.layout[tensor]} is not in the table", name)
+    if ndim > NDIM_MAX:
+        yield _bad("limit_exceeded", f"{ndim} dims, at most {NDIM_MAX}", name)
+        return
+    shape = columns.shape(tensor)
+    itemsize = DTYPES[body.dtypes[columns.dtype[tensor]]].itemsize
+    nbytes = math.prod(size for size in shape if size) * itemsize
+    if nbytes > INT63_MAX or any(size > INT63_MAX for size in shape):
+        yield _bad("shape_overflow", f"shape {list(shape)} has more than 2**63-1 bytes", name)
+
+
+def _chunk_problems(
+    body: Body, dtype: Dtype, shape: tuple[int, ...], rows: ChunkRows, chunk: int, name: str
+) -> Iterator[Problem]:
+    codec, box = rows.codec[chunk], rows.box(chunk, len(shape))
+    if rows.file[chunk] >= len(body.files):
+        yield _bad(
+            "bad_reference", f"data file {rows.file[chunk]} is not in the table", name, chunk
+        )
+    if codec not in CODECS:
+        yield _bad("unknown_codec", f"codec {codec} is not known", name, chunk)
+    elif codec == PLANES and dtype.itemsize == 1:
+        yield _bad("codec_mismatch", f"{CODECS[codec]} does not fit {dtype.name}", name, chunk)
+    if not box.fits(shape):
+        message = f"box {box} is not inside of the shape {list(shape)}"
+        yield _bad("chunk_out_of_bounds", message, name, chunk)
+    elif 0 in shape:
+        if box != whole(shape) or codec != RAW or len(rows.file) != 1:
+            message = "a tensor without elements has one raw chunk that is the whole tensor"
+            yield _bad("empty_chunk", message, name, chunk)
+    elif 0 in box.shape:
+        yield _bad("empty_chunk", f"box {box} has no elements", name, chunk)
+
+
+def _tiling_problems(shape: tuple[int, ...], boxes: list[Box], name: str) -> Iterator[Problem]:
+    if 0 in shape:
+        if not boxes:
+            yield _bad("empty_chunk", "a tensor without elements has one chunk", name)
+        return
+    if not boxes:
+        yield _bad("chunk_hole", "no chunks", name)
+        return
+    order = [box.offset for box in boxes]
+    if any(a >= b for a, b in zip(order, order[1:], strict=False)):
+        yield _bad("chunk_order", "chunks are not in the order of their offsets", name)
+        return
+    dims = cut_dims(shape, boxes)
+    if len(dims) > CUT_DIMS_MAX:
+        yield _bad("limit_exceeded", f"cut along {len(dims)} dims, at most {CUT_DIMS_MAX}", name)
+    elif not is_tiling(shape, boxes, dims):
+        held, needed = sum(box.numel for box in boxes), math.prod(shape)
+        if held >= needed:
+            yield _bad("chunk_overlap", "some elements lie in more than one chunk", name)
+        else:
+            yield _bad("chunk_hole", f"{needed - held} elements lie in no chunk", name)
+
+
+def _place(
+    body: Body, columns: Columns, rows: ChunkRows, chunk: int, box: Box, nbytes: int
+) -> ChunkPlace:
+    codec, first_frame = rows.codec[chunk], rows.first_frame[chunk]
+    blocks = -(-nbytes // body.block_nbytes)
+    frames: tuple[int, ...] = ()
+    stored = nbytes
+    if codec != RAW and first_frame + blocks <= columns.frames:
+        frames = tuple(columns.frame_rows(first_frame, blocks)[0])
+        stored = sum(frames)
+    return ChunkPlace(
+        chunk,
+        box,
+        rows.file[chunk],
+        codec,
+        rows.byte_offset[chunk],
+        stored,
+        nbytes,
+        rows.first_block[chunk],
+        frames,
+        first_frame,
+    )
+
+
+def _place_problems(
+    body: Body, columns: Columns, dtype: Dtype, place: ChunkPlace, name: str
+) -> Iterator[Problem]:
+    blocks = -(-place.nbytes // body.block_nbytes)
+    if place.first_block + blocks > columns.blocks:
+        yield _bad("bad_block_index", "digests lie behind the table's end", name, place.index)
+    if place.codec == RAW:
+        if place.first_frame:
+            yield _bad("bad_block_index", "a raw chunk has a frame", name, place.index)
+    elif len(place.frames) != blocks:
+        yield _bad("bad_block_index", "frames lie behind the table's end", name, place.index)
+    elif any(not ok for ok in _frame_lengths_fit(place, body.block_nbytes, dtype)):
+        yield _bad("bad_block_index", "the length of a frame is out of range", name, place.index)
+    else:
+        yield from _range_problems(body, place, name)
+
+
+def _range_problems(body: Body, place: ChunkPlace, name: str) -> Iterator[Problem]:
+    file = body.files[place.file]
+    end = place.byte_offset + place.stored_nbytes
+    if place.byte_offset < file.header_nbytes or end > file.nbytes:
+        message = (
+            f"bytes {place.byte_offset}..{end} are not inside of the data of {file.label}, "
+            f"{file.header_nbytes}..{file.nbytes}"
+        )
+        yield _bad("byte_range_mismatch", message, name, place.index)
+
+
+def _frame_lengths_fit(place: ChunkPlace, block_nbytes: int, dtype: Dtype) -> Iterator[bool]:
+    extra = 0 if place.codec == ZSTD else 4 * dtype.word
+    for block, stored in enumerate(place.frames):
+        decoded = min(block_nbytes, place.nbytes - block * block_nbytes)
+        yield 0 < stored <= decoded + extra
+
+
+# In storage order: file, byte offset, stored length, index of the chunk, tensor, place.
+_Entry = tuple[int, int, int, int, int, ChunkPlace]
+
+
+def _block_index_problems(
+    columns: Columns, places: list[_Entry], block_nbytes: int, name_of: NameOf
+) -> Iterator[Problem]:
+    block, frame = 0, 0
+    for *_, tensor, place in places:
+        if place.first_block != block:
+            message = f"first_block is {place.first_block}, expected {block}"
+            yield _bad("bad_block_index", message, name_of(tensor), place.index)
+            return
+        if place.codec != RAW and place.first_frame != frame:
+            message = f"first_frame is {place.first_frame}, expected {frame}"
+            yield _bad("bad_block_index", message, name_of(tensor), place.index)
+            return
+        block += -(-place.nbytes // block_nbytes)
+        frame += len(place.frames)
+    if (block, frame) != (columns.blocks, columns.frames):
+        message = (
+            f"chunks have {block} blocks and {frame} frames, "
+            f"the tables {columns.blocks} and {columns.frames}"
+        )
+        yield Problem("bad_block_index", message, path="$.digests")
+
+
+def _byte_range_problems(body: Body, places: list[_Entry], name_of: NameOf) -> Iterator[Problem]:
+    ends = [file.header_nbytes for file in body.files]
+    for *_, tensor, place in places:
+        label = body.files[place.file].label
+        if place.byte_offset != ends[place.file]:
+            message = f"begins at byte {place.byte_offset} of {label}, not at {ends[place.file]}"
+            yield _bad("byte_range_mismatch", message, name_of(tensor), place.index)
+        ends[place.file] = place.byte_offset + place.stored_nbytes
+    for file, end in zip(body.files, ends, strict=True):
+        if end != file.nbytes:
+            message = f"the chunks of {file.label} end at byte {end}, the file at {file.nbytes}"
+            yield Problem("byte_range_mismatch", message, where=file.label, byte_offset=end)
+
+
+def _prefix_problems(
+    body: Body, places: list[_Entry], paths: list[tuple[object, ...]], name_of: NameOf
+) -> Iterator[Problem]:
+    for *_, tensor, place in places:
+        file = body.files[place.file]
+        count = len(file.prefix)
+        if len(paths[tensor]) <= count or paths[tensor][:count] != file.prefix:
+            message = f"does not lie under {list(file.prefix)}, as {file.label} says"
+            yield _bad("prefix_mismatch", message, name_of(tensor), place.index)
+
+
+def _feature_problems(
+    codecs: set[int], features: Iterable[str], zstd_pages: bool
+) -> Iterator[Problem]:
+    needed = {"planes"} if PLANES in codecs else set()
+    if zstd_pages or codecs - {RAW}:
+        needed.add("zstd")
+    if needed != set(features):
+        message = f"features {sorted(features)} are listed, {sorted(needed)} are used"
+        yield Problem("feature_mismatch", message, path="$")
+
+
+def _dtype_problems(body: Body, used: set[int]) -> Iterator[Problem]:
+    for index, name in enumerate(body.dtypes):
+        if index not in used:
+            yield Problem("bad_body", f"$.dtypes[{index}]: no tensor is {name}", path="$.dtypes")
+
+
+def _bad(code: str, message: str, name: str, chunk: int | None = None) -> Problem:
+    where = name if chunk is None else f"chunk {chunk} of {name}"
+    return Problem(code, f"{where}: {message}", entry=name, chunk=chunk)

@@ -1,0 +1,278 @@
+"""The manifest's body and columns as frozen values (spec sections 7, 9, 10, 14).
+
+Pure. `parse_body` checks stage 3 of the spec (all but the tree's values, which `decoding` does);
+`Columns` gives one tensor's rows at a time, from sections that a caller reads lazily.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import sys
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsdformat.boxes import Box
+from dsdformat.errors import Problem, raise_problems
+from dsdformat.format.bodies import (
+    BODY_KEYS,
+    FILE_KEYS,
+    LAYOUT_KEYS,
+    MESH_KEYS,
+    SIDE_KEYS,
+    find_body_problems,
+)
+from dsdformat.format.digests import DIGEST_NBYTES
+from dsdformat.format.packing import emit
+
+__all__ = [
+    "Body",
+    "ChunkRows",
+    "Columns",
+    "DataFile",
+    "Layout",
+    "Mesh",
+    "SideFile",
+    "emit_body",
+    "parse_body",
+]
+
+FRAME_NBYTES = 4 + DIGEST_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A safetensors file of chunks; lengths in bytes."""
+
+    label: str
+    nbytes: int
+    header_nbytes: int
+    prefix: tuple[str, ...]
+    metadata: Mapping[str, str]
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """Any other file of the checkpoint."""
+
+    label: str
+    nbytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Provenance: an array of ranks; `ranks` is row-major over `shape`."""
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Provenance: how a tensor was sharded, one placement per axis of a mesh."""
+
+    mesh: int
+    placements: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The decoded body; `tree` is as `packing.parse` gives it, not yet decoded."""
+
+    tree: Any
+    block_nbytes: int
+    dtypes: tuple[str, ...] = ()
+    files: tuple[DataFile, ...] = ()
+    sides: tuple[SideFile, ...] = ()
+    meshes: tuple[Mesh, ...] = ()
+    layouts: tuple[Layout, ...] = ()
+    user: Mapping[str, str] = field(default_factory=dict)
+    extensions: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int = 1
+
+
+def parse_body(raw: Any) -> Body:
+    """Check a body that `packing.parse` gave, and return it typed.
+
+    Raises:
+        FormatError: with every problem of stage 3 but those of the tree.
+    """
+    raise_problems(find_body_problems(raw))
+    return Body(
+        tree=raw["tree"],
+        block_nbytes=raw["block_nbytes"],
+        dtypes=tuple(raw["dtypes"]),
+        files=tuple(_record(DataFile, FILE_KEYS, row) for row in raw["files"]),
+        sides=tuple(_record(SideFile, SIDE_KEYS, row) for row in raw["sides"]),
+        meshes=tuple(_record(Mesh, MESH_KEYS, row) for row in raw["meshes"]),
+        layouts=tuple(_record(Layout, LAYOUT_KEYS, row) for row in raw["layouts"]),
+        user=raw["user"],
+        extensions=raw["extensions"],
+        world_size=raw["world_size"],
+    )
+
+
+def emit_body(body: Body) -> bytes:
+    """Write a body as canonical msgpack. `tree` and `extensions` are encoded already."""
+    raw = {key: getattr(body, key) for key in BODY_KEYS}
+    for key, keys in (
+        ("files", FILE_KEYS),
+        ("sides", SIDE_KEYS),
+        ("meshes", MESH_KEYS),
+        ("layouts", LAYOUT_KEYS),
+    ):
+        raw[key] = [{k: _plain(getattr(row, k)) for k in keys} for row in raw[key]]
+    raw["dtypes"] = list(raw["dtypes"])
+    raw["user"] = dict(sorted(raw["user"].items()))
+    raw["extensions"] = dict(sorted(raw["extensions"].items()))
+    return emit(raw)
+
+
+def _record(kind: type[Any], keys: tuple[str, ...], row: dict[str, Any]) -> Any:
+    values = {key: tuple(row[key]) if type(row[key]) is list else row[key] for key in keys}
+    return kind(**values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return dict(sorted(value.items())) if isinstance(value, Mapping) else value
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """The chunks of one tensor, as columns; `first` is the index of the first one."""
+
+    first: int
+    file: array[int]
+    codec: array[int]
+    byte_offset: array[int]
+    first_block: array[int]
+    first_frame: array[int]
+    offsets: array[int]
+
+    def box(self, chunk: int, ndim: int) -> Box:
+        """The box of the tensor's chunk with this number."""
+        at = 2 * ndim * chunk
+        numbers = self.offsets[at : at + 2 * ndim]
+        return Box(tuple(numbers[:ndim]), tuple(numbers[ndim:]))
+
+
+ReadSection = Callable[[str, int, int], bytes]
+
+
+class Columns:
+    """Rows of the columnar sections, read when they are needed.
+
+    The two columns of tensors are kept whole; those of chunks, digests and frames are read for
+    one tensor at a time.
+
+    Memory: 40 bytes per tensor and 8 per dim.
+    """
+
+    def __init__(self, nbytes: Mapping[str, int], read: ReadSection) -> None:
+        """Check the sections' lengths against each other (R-7.3).
+
+        Args:
+            nbytes: Decoded length of each section.
+            read: Gives the bytes `[start, stop)` of a section.
+        """
+        self._read = read
+        count, rest = divmod(nbytes["tensors"], 16)
+        if rest:
+            _wrong_length("tensors", nbytes["tensors"], "a multiple of 16")
+        raw = read("tensors", 0, 16 * count)
+        step = 4 * count
+        self.dtype, self.ndim, self.chunk_count, self.layout = (
+            _u32(raw[at * step : (at + 1) * step]) for at in range(4)
+        )
+        self.tensors = count
+        self._shape_at = _starts(self.ndim)
+        self._chunk_at = _starts(self.chunk_count)
+        self._box_at = _starts(map(operator.mul, self.ndim, self.chunk_count))
+        self.chunks = self._chunk_at[-1]
+        self.blocks = nbytes["digests"] // DIGEST_NBYTES
+        self.frames = nbytes["frames"] // FRAME_NBYTES
+        for name, expected in (
+            ("shapes", 8 * self._shape_at[-1]),
+            ("chunks", 32 * self.chunks),
+            ("boxes", 16 * self._box_at[-1]),
+            ("digests", DIGEST_NBYTES * self.blocks),
+            ("frames", FRAME_NBYTES * self.frames),
+        ):
+            if nbytes[name] != expected:
+                _wrong_length(name, nbytes[name], f"{expected} from the counts")
+        self._shapes = _u64(read("shapes", 0, nbytes["shapes"]))
+
+    def shape(self, tensor: int) -> tuple[int, ...]:
+        """The global shape of a tensor."""
+        return tuple(self._shapes[self._shape_at[tensor] : self._shape_at[tensor + 1]])
+
+    def rows(self, tensor: int) -> ChunkRows:
+        """The chunks of a tensor."""
+        first, stop = self._chunk_at[tensor], self._chunk_at[tensor + 1]
+        boxes = 16 * self._box_at[tensor], 16 * self._box_at[tensor + 1]
+        return ChunkRows(
+            first,
+            _u32(self._column(0, 4, first, stop)),
+            _u32(self._column(4, 4, first, stop)),
+            _u64(self._column(8, 8, first, stop)),
+            _u64(self._column(16, 8, first, stop)),
+            _u64(self._column(24, 8, first, stop)),
+            _u64(self._read("boxes", *boxes)),
+        )
+
+    def digests(self, first: int, count: int) -> bytes:
+        """The digests of some blocks, 32 bytes each."""
+        return self._read("digests", DIGEST_NBYTES * first, DIGEST_NBYTES * (first + count))
+
+    def frame_rows(self, first: int, count: int) -> tuple[array[int], bytes]:
+        """The stored lengths and the digests of some frames."""
+        lengths = _u32(self._read("frames", 4 * first, 4 * (first + count)))
+        base = 4 * self.frames + DIGEST_NBYTES * first
+        return lengths, self._read("frames", base, base + DIGEST_NBYTES * count)
+
+    def _column(self, before: int, width: int, first: int, stop: int) -> bytes:
+        base = before * self.chunks
+        return self._read("chunks", base + width * first, base + width * stop)
+
+
+def pack_u32(values: array[int]) -> bytes:
+    """Write a column of u32."""
+    return _little(array("I", values)).tobytes()
+
+
+def pack_u64(values: array[int]) -> bytes:
+    """Write a column of u64."""
+    return _little(array("Q", values)).tobytes()
+
+
+def _u32(raw: bytes) -> array[int]:
+    return _little(array("I", raw))
+
+
+def _u64(raw: bytes) -> array[int]:
+    return _little(array("Q", raw))
+
+
+def _little(values: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def _starts(counts: Any) -> array[int]:
+    return array("Q", itertools.accumulate(counts, initial=0))
+
+
+def _wrong_length(name: str, nbytes: int, expected: str) -> None:
+    raise Problem(
+        "bad_section_length",
+        f"section {name} has {nbytes} bytes, expected {expected}",
+        path=f"$.{name}",
+    ).error()

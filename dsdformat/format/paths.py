@@ -1,0 +1,65 @@
+"""Paths in the tree: as a person reads them, and as payload keys (spec R-10.6, R-10.7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dsdformat.boxes import Box
+from dsdformat.limits import INT_MAX, INT_MIN
+
+__all__ = ["Path", "emit_key", "emit_name", "render_path"]
+
+# Dict keys and indices that lead from the root to a leaf.
+Path = Sequence[Any]
+
+
+def render_path(path: Path) -> str:
+    """Render a path for an error: `$.model["layer.weight"][0]`."""
+    return "$" + "".join(map(_render_step, path))
+
+
+def emit_name(path: Path, encoded_key: Callable[[Any], bytes]) -> str:
+    """Return the display name of a path: its parts, escaped, joined by `/`."""
+    return "/".join(_part(step, encoded_key) for step in path)
+
+
+def emit_key(path: Path, encoded_key: Callable[[Any], bytes]) -> str:
+    """Return the payload key of a whole raw tensor at this path below its file's prefix (R-10.6).
+
+    Args:
+        path: At least one part.
+        encoded_key: Gives the canonical bytes of a dict key that is neither str nor int.
+    """
+    if len(path) > 1 or type(path[0]) is not str:
+        return "/" + emit_name(path, encoded_key)
+    name = _escape(path[0])
+    if name.startswith("/"):
+        return "%2F" + name[1:]
+    return "%5F_metadata__" if name == "__metadata__" else name
+
+
+def emit_key_suffix(box: Box | None, codec: str | None) -> str:
+    """Return what follows the key of a part of a tensor, or of a compressed chunk (R-10.7)."""
+    return (f"@{box}" if box is not None else "") + (f"@{codec}" if codec else "")
+
+
+def _escape(text: str) -> str:
+    return text.replace("%", "%25").replace("@", "%40")
+
+
+def _part(step: Any, encoded_key: Callable[[Any], bytes]) -> str:
+    if type(step) is str:
+        return _escape(step).replace("/", "%2F")
+    if type(step) is int and INT_MIN <= step <= INT_MAX:
+        return f"@{step}"
+    return "@x" + encoded_key(step).hex()
+
+
+def _render_step(step: Any) -> str:
+    if type(step) is int:
+        return f"[{step}]"
+    if type(step) is str and step.isidentifier():
+        return f".{step}"
+    text = repr(step)
+    return f"[{text if len(text) <= 80 else text[:79] + '…'}]"

@@ -1,0 +1,91 @@
+"""Data files: the derived safetensors header, and where chunks lie (spec section 10).
+
+Pure. A header is a function of the manifest, so this module only emits; nothing here parses JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dsdformat.boxes import Box, whole
+from dsdformat.format.codecs import CODECS, RAW
+from dsdformat.format.dtypes import Dtype, payload_shape
+from dsdformat.format.packing import emit
+from dsdformat.format.paths import Path, emit_key, emit_key_suffix
+from dsdformat.format.values import encode_key
+from dsdformat.limits import HEADER_ALIGNMENT, SIZE_CLASSES
+
+__all__ = ["HeaderEntry", "chunk_key", "emit_header", "header_json", "header_nbytes", "size_class"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """One chunk as a safetensors header names it.
+
+    Attributes:
+        key: Payload key.
+        dtype: The tensor's.
+        shape: Of the chunk's box.
+        codec: Of the chunk.
+        nbytes: Stored length.
+    """
+
+    key: str
+    dtype: Dtype
+    shape: Sequence[int]
+    codec: int
+    nbytes: int
+
+
+def chunk_key(path: Path, shape: Sequence[int], box: Box, codec: int) -> str:
+    """Return the payload key of a chunk of the tensor at this path below the file's prefix."""
+    part = None if box == whole(shape) else box
+    name = None if codec == RAW else CODECS[codec]
+    return emit_key(path, _encoded_key) + emit_key_suffix(part, name)
+
+
+def header_json(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
+    """Return the JSON text of a header for chunks in storage order, without padding."""
+    parts = []
+    if metadata:
+        parts.append('"__metadata__":' + _dumps(dict(sorted(metadata.items()))))
+    at = 0
+    for entry in entries:
+        end = at + entry.nbytes
+        raw = entry.codec == RAW
+        row = {
+            "dtype": entry.dtype.stored_as if raw else "U8",
+            "shape": payload_shape(entry.dtype, entry.shape) if raw else [entry.nbytes],
+            "data_offsets": [at, end],
+        }
+        parts.append(_dumps(entry.key) + ":" + _dumps(row))
+        at = end
+    return ("{" + ",".join(parts) + "}").encode()
+
+
+def header_nbytes(text_nbytes: int) -> int:
+    """Return where data begins behind a JSON text of this length: a multiple of 4096."""
+    return -(-(8 + text_nbytes) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+
+
+def emit_header(text: bytes, nbytes: int) -> bytes | None:
+    """Return the first `nbytes` bytes of a data file, or None if the JSON does not fit."""
+    room = nbytes - 8
+    if len(text) > room:
+        return None
+    return room.to_bytes(8, "little") + text.ljust(room, b" ")
+
+
+def size_class(nbytes: int) -> int:
+    """Return the largest size class that divides a chunk's decoded length (R-10.8)."""
+    return next(size for size in SIZE_CLASSES if nbytes % size == 0)
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _encoded_key(key: object) -> bytes:
+    return emit(encode_key(key))

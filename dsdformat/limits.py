@@ -1,0 +1,27 @@
+"""Ceilings that a reader checks before it allocates (spec section 17), and fixed sizes."""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+HEAD_NBYTES_MAX = 64 * MIB
+BODY_NBYTES_MAX = GIB
+DEPTH_MAX = 128
+NDIM_MAX = 64
+CUT_DIMS_MAX = 8
+INT63_MAX = 2**63 - 1
+INT_MIN, INT_MAX = -(2**63), 2**64 - 1  # what msgpack holds as an integer
+
+PAGE_NBYTES = 64 * KIB
+BLOCK_NBYTES_MIN = 4 * KIB
+BLOCK_NBYTES_MAX = 64 * MIB
+BLOCK_NBYTES_DEFAULT = 4 * MIB
+LEAF_NBYTES = 4 * MIB
+WINDOW_NBYTES_MAX = 64 * MIB
+
+FILE_CHUNKS_MAX = 65_536
+HEADER_NBYTES_MAX = 64 * MIB
+HEADER_ALIGNMENT = 4096
+SIZE_CLASSES = (4096, 256, 64, 8, 4, 2, 1)

@@ -1,0 +1,129 @@
+"""What a writer stores as one tensor: dtype, global shape, and where the bytes come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsdformat.boxes import Box, whole
+from dsdformat.errors import ArgumentError, MismatchError, UnsupportedValueError, shorten
+from dsdformat.format.dtypes import DTYPES, Dtype
+from dsdformat.format.manifest import Mesh
+from dsdformat.limits import INT63_MAX, MIB, NDIM_MAX
+from dsdformat.storage.base import Buffer
+
+__all__ = ["Data", "TensorSource", "iter_blocks"]
+
+# The packed row-major bytes of a box: a contiguous buffer, or a function that makes an iterable
+# of buffers when the writer gets there.
+Data = Any | Callable[[], Iterable[Any]]
+
+_COPY = 4 * MIB
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSource:
+    """A leaf of the state that a writer stores. The same object at two places is a tied tensor.
+
+    Attributes:
+        dtype: Logical name, as `bfloat16`.
+        shape: Global shape.
+        chunks: The boxes that this writer stores, with their bytes.
+        codec: Name of a codec, or None for the writer's choice.
+        attributes: Hints stored with the reference.
+        layout: Provenance: a mesh and one placement per axis.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Sequence[tuple[Box, Data]]
+    codec: str | None = None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    layout: tuple[Mesh, tuple[str, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UnsupportedValueError(
+                f"{shorten(self.dtype)} is not a dtype of the format",
+                code="unsupported_dtype",
+                hint="see spec/registry/dtypes.md",
+            )
+        nbytes = DTYPES[self.dtype].itemsize
+        for size in self.shape:
+            nbytes *= size or 1
+            if size < 0 or size > INT63_MAX or nbytes > INT63_MAX or len(self.shape) > NDIM_MAX:
+                raise ArgumentError(f"bad shape {list(self.shape)}", code="bad_argument")
+        for box, _ in self.chunks:
+            if not box.fits(self.shape):
+                raise ArgumentError(
+                    f"box {box} is not inside of the shape {list(self.shape)}",
+                    code="box_out_of_bounds",
+                )
+
+    @property
+    def row(self) -> Dtype:
+        """The row of the dtype table."""
+        return DTYPES[self.dtype]
+
+    @staticmethod
+    def of(dtype: str, shape: Sequence[int], data: Data, **options: Any) -> TensorSource:
+        """Make a source of a whole tensor."""
+        shape = tuple(shape)
+        return TensorSource(dtype, shape, [(whole(shape), data)], **options)
+
+
+def iter_blocks(data: Data, nbytes: int, block_nbytes: int, name: str) -> Iterator[Buffer]:
+    """Cut the bytes of a chunk into blocks.
+
+    A buffer is cut into views, without a copy. Of an iterable, one block is held at a time; the
+    block is new, and its owner is the caller.
+
+    Raises:
+        MismatchError: `data_mismatch` if there are more or fewer bytes than `nbytes`.
+    """
+    if not callable(data):
+        view = _bytes_view(data, name)
+        if len(view) != nbytes:
+            _mismatch(name, len(view), nbytes)
+        for at in range(0, nbytes, block_nbytes):
+            yield view[at : at + block_nbytes]
+        return
+    done = 0
+    block = bytearray(min(block_nbytes, nbytes))
+    used = 0
+    for piece in data():
+        view = _bytes_view(piece, name)
+        while len(view):
+            if done + used >= nbytes:
+                _mismatch(name, done + used + len(view), nbytes)
+            count = min(len(view), len(block) - used)
+            block[used : used + count] = view[:count]
+            view, used = view[count:], used + count
+            if used == len(block):
+                yield block
+                done, used = done + used, 0
+                block = bytearray(min(block_nbytes, nbytes - done))
+    if done != nbytes:
+        _mismatch(name, done + used, nbytes)
+
+
+def _bytes_view(data: Any, name: str) -> memoryview:
+    try:
+        view = memoryview(data)
+    except TypeError:
+        raise ArgumentError(
+            f"{name}: data is neither a buffer nor a function that gives buffers: {shorten(data)}",
+            code="bad_argument",
+        ) from None
+    if not view.c_contiguous:
+        raise ArgumentError(f"{name}: the buffer is not contiguous", code="bad_argument")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _mismatch(name: str, got: int, expected: int) -> None:
+    raise MismatchError(
+        f"{name}: the data has {'at least ' if got > expected else ''}{got} bytes, "
+        f"its box and dtype need {expected}",
+        code="data_mismatch",
+    )

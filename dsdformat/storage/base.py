@@ -1,0 +1,67 @@
+"""What a place for checkpoints must do: `Storage` to read one, `Target` to write one.
+
+A label is the name of a file in the folder; it was checked before it comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+__all__ = ["Buffer", "Sink", "Storage", "Target"]
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Storage(Protocol):
+    """A checkpoint's folder, opened for reading. Safe to use from several threads."""
+
+    @property
+    def name(self) -> str:
+        """How messages call the folder."""
+
+    def labels(self) -> list[str]:
+        """List the files of the folder, in ascending order."""
+
+    def nbytes(self, label: str) -> int:
+        """Return the length of a file.
+
+        Raises:
+            FormatError: `missing_file` or `not_regular_file`.
+        """
+
+    def read_into(self, label: str, byte_offset: int, into: memoryview) -> int:
+        """Fill `into` from a place in a file; return how many bytes there were."""
+
+    def map(self, label: str) -> memoryview | None:
+        """Return a read-only map of a file, or None if this storage has no maps."""
+
+    def close(self) -> None:
+        """Release what is open; maps stay valid."""
+
+
+class Sink(Protocol):
+    """A new file. Safe to write from several threads, at different places."""
+
+    def write_at(self, byte_offset: int, pieces: Sequence[Buffer]) -> None:
+        """Write pieces one after another, beginning at a place in the file."""
+
+    def close(self) -> None:
+        """Make the file durable and close it."""
+
+
+class Target(Protocol):
+    """A place where a checkpoint is made, invisible under its name until `commit`."""
+
+    @property
+    def name(self) -> str:
+        """How messages call the final folder."""
+
+    def create(self, label: str) -> Sink:
+        """Begin a new file."""
+
+    def commit(self) -> None:
+        """Make the checkpoint exist, in one step; everything in it is durable after."""
+
+    def abort(self) -> None:
+        """Remove what was written. Nothing is left, and nothing is visible."""

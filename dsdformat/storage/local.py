@@ -1,0 +1,196 @@
+"""Checkpoints in a folder of a local or mounted file system: reading.
+
+Files are opened relative to the folder's descriptor, without following links, so that a folder
+that is replaced meanwhile is never mixed with its successor. Writing is `target.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsdformat.errors import Problem, StorageError
+
+__all__ = ["LocalStorage", "replaced_path", "storage_errors"]
+
+OPEN_FILES_MAX = 64
+_READ_MAX = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call
+
+
+class LocalStorage:
+    """A checkpoint's folder on a file system."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open the folder.
+
+        Where the folder is missing and a writer was stopped between the two renames of a
+        replacement, the old checkpoint beside it is opened instead (spec R-15.3).
+        """
+        self._path = Path(path)
+        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._lock = threading.Lock()
+        self._folder: int | None = None
+        if not self._path.is_dir():
+            replaced = replaced_path(self._path)
+            if os.path.lexists(self._path) or not replaced.is_dir():
+                raise Problem("no_manifest", f"{self._path} is not a folder").error()
+            self._path = replaced
+        if os.open in os.supports_dir_fd:
+            with storage_errors(self._path):
+                self._folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    @property
+    def name(self) -> str:
+        """How messages call the folder."""
+        return str(self._path)
+
+    def labels(self) -> list[str]:
+        """List the files of the folder, in ascending order."""
+        with storage_errors(self._path):
+            return sorted(os.listdir(self._path if self._folder is None else self._folder))
+
+    def nbytes(self, label: str) -> int:
+        """Return the length of a file."""
+        with self._opened(label) as file, storage_errors(self._path / label):
+            return os.fstat(file.fd).st_size
+
+    def read_into(self, label: str, byte_offset: int, into: memoryview) -> int:
+        """Fill `into` from a place in a file; return how many bytes there were."""
+        done = 0
+        with self._opened(label) as file, storage_errors(self._path / label):
+            while done < len(into):
+                count = file.read(byte_offset + done, into[done : done + _READ_MAX])
+                if count == 0:
+                    break
+                done += count
+        return done
+
+    def map(self, label: str) -> memoryview | None:
+        """Return a read-only map of a file."""
+        with self._opened(label) as file, storage_errors(self._path / label):
+            if os.fstat(file.fd).st_size == 0:
+                return memoryview(b"")
+            return memoryview(mmap.mmap(file.fd, 0, access=mmap.ACCESS_READ))
+
+    def close(self) -> None:
+        """Close all files; reads that are under way finish first."""
+        with self._lock:
+            files, self._files = list(self._files.values()), OrderedDict()
+            folder, self._folder = self._folder, None
+        for file in files:
+            file.release()
+        if folder is not None:
+            os.close(folder)
+
+    @contextlib.contextmanager
+    def _opened(self, label: str) -> Iterator[_File]:
+        with self._lock:
+            file = self._files.get(label)
+            if file is None:
+                file = self._files[label] = self._open(label)
+            self._files.move_to_end(label)
+            file.acquire()
+            spare = None
+            if len(self._files) > OPEN_FILES_MAX:
+                spare = self._files.popitem(last=False)[1]
+        if spare is not None:
+            spare.release()
+        try:
+            yield file
+        finally:
+            file.release()
+
+    def _open(self, label: str) -> _File:
+        path = self._path / label
+        flags = os.O_RDONLY
+        for flag in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
+            flags |= getattr(os, flag, 0)
+        try:
+            if self._folder is None:
+                if path.is_symlink():
+                    raise OSError(errno.ELOOP, "a symbolic link", str(path))
+                fd = os.open(path, flags)
+            else:
+                fd = os.open(label, flags, dir_fd=self._folder)
+        except FileNotFoundError:
+            raise Problem(
+                "missing_file", f"{self._path} has no file {label}", where=label
+            ).error() from None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK, errno.EISDIR):
+                raise _not_regular(path) from None
+            raise _storage_error(error, path) from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise _not_regular(path)
+        return _File(fd)
+
+
+class _File:
+    """An open descriptor that lives until the cache and all readers let go of it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.users = 1
+        self._lock = threading.Lock()
+
+    def read(self, byte_offset: int, into: memoryview) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self.fd, [into], byte_offset)
+        with self._lock:
+            os.lseek(self.fd, byte_offset, os.SEEK_SET)
+            data = os.read(self.fd, len(into))
+        into[: len(data)] = data
+        return len(data)
+
+    def acquire(self) -> None:
+        with self._lock:
+            self.users += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self.users -= 1
+            last = self.users == 0
+        if last:
+            os.close(self.fd)
+
+
+def replaced_path(path: Path) -> Path:
+    """Where the old checkpoint lies while a new one takes its name, without an exchange."""
+    return path.parent / f".{path.name}.dsd-replaced"
+
+
+@contextlib.contextmanager
+def storage_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an error of the system into a `StorageError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise _storage_error(error, path) from error
+
+
+def _storage_error(error: OSError, path: str | os.PathLike[str]) -> StorageError:
+    hint = None
+    if error.errno == errno.ENOSPC:
+        hint = "free some space; what was written so far is removed, an older checkpoint is whole"
+    return StorageError(
+        f"{os.fspath(path)}: {error.strerror or error}", errno=error.errno, hint=hint
+    )
+
+
+def _not_regular(path: Path) -> Exception:
+    return Problem(
+        "not_regular_file",
+        f"{path} is a link, a folder or a special file; only regular files are read",
+        where=path.name,
+        hint="copy the file itself into the folder",
+    ).error()

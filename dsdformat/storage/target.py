@@ -1,0 +1,269 @@
+"""Writing a checkpoint to a folder of a file system, and making it visible in one step.
+
+Decides where a checkpoint is made before it exists, what a crash leaves, and how an old one is
+replaced (spec section 15). A folder `.NAME.dsd-partial-TOKEN` belongs to the process that holds
+a lock on it; one that nobody holds is a leftover, and the next writer to NAME removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from dsdformat.errors import StorageError
+from dsdformat.storage.base import Buffer
+from dsdformat.storage.local import replaced_path, storage_errors
+
+__all__ = ["JoinedTarget", "LocalTarget"]
+
+MANIFEST_LABEL = "manifest.dsd"
+PIECES_MAX = 1024  # IOV_MAX of Linux
+_EXCHANGE, _AT_FDCWD = 2, -100
+
+
+class LocalTarget:
+    """A folder that is made beside its final name."""
+
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Check the final name, clean up after writers that died, and begin.
+
+        Raises:
+            StorageError: `already_exists`, `not_replaceable` or `io_error`.
+        """
+        self._path = Path(os.path.realpath(path))
+        self._overwrite = overwrite
+        with storage_errors(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _clean(self._path)
+            self._check_replaceable()
+            self.staging, self._lock = _make_staging(self._path)
+
+    @property
+    def name(self) -> str:
+        """How messages call the final folder."""
+        return str(self._path)
+
+    def create(self, label: str) -> FileSink:
+        """Begin a new file in the folder."""
+        return FileSink(self.staging / label)
+
+    def commit(self) -> None:
+        """Make the checkpoint exist under its name, in one step.
+
+        Raises:
+            StorageError: `already_exists` if another writer was faster; nothing is changed.
+        """
+        with storage_errors(self._path):
+            _sync_folder(self.staging)
+            self._check_replaceable()
+            if self._holds_checkpoint():
+                _replace(self._path, self.staging)
+            else:
+                os.rename(self.staging, self._path)
+            _sync_folder(self._path.parent)
+            self._unlock()
+            _clean(self._path)
+
+    def abort(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.staging, ignore_errors=True)
+        self._unlock()
+
+    def _holds_checkpoint(self) -> bool:
+        return (self._path / MANIFEST_LABEL).exists()
+
+    def _check_replaceable(self) -> None:
+        path = self._path
+        if not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir())):
+            return
+        if not path.is_dir() or not self._holds_checkpoint():
+            raise StorageError(
+                f"{path} exists and is not a checkpoint; it is never replaced",
+                code="not_replaceable",
+                hint="save to another path, or remove it first",
+            )
+        if not self._overwrite:
+            raise StorageError(
+                f"{path} exists",
+                code="already_exists",
+                hint="pass overwrite=True to replace it once the new checkpoint is complete",
+            )
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+class JoinedTarget:
+    """The unfinished folder of a coordinator, seen by another writer."""
+
+    def __init__(self, staging: Path) -> None:
+        if not staging.is_dir():
+            raise StorageError(
+                f"{staging} is not there: the coordinator has ended, "
+                "or this rank sees other storage"
+            )
+        self._staging = staging
+
+    @property
+    def name(self) -> str:
+        """How messages call the folder."""
+        return str(self._staging)
+
+    def create(self, label: str) -> FileSink:
+        """Begin a new file in the folder."""
+        return FileSink(self._staging / label)
+
+    def commit(self) -> None:
+        """Do nothing: the coordinator commits."""
+
+    def abort(self) -> None:
+        """Do nothing: the coordinator removes the folder."""
+
+
+class FileSink:
+    """A new file on a file system."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        with storage_errors(path):
+            self._fd = os.open(path, flags, 0o666)
+
+    def write_at(self, byte_offset: int, pieces: Sequence[Buffer]) -> None:
+        """Write pieces one after another, beginning at a place in the file."""
+        views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+        with storage_errors(self._path):
+            for at in range(0, len(views), PIECES_MAX):
+                byte_offset = self._write(byte_offset, views[at : at + PIECES_MAX])
+
+    def close(self) -> None:
+        """Make the file durable and close it."""
+        try:
+            with storage_errors(self._path):
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+    def _write(self, byte_offset: int, views: list[memoryview]) -> int:
+        while views:
+            count = os.pwritev(self._fd, views, byte_offset)
+            byte_offset += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
+        return byte_offset
+
+
+def _make_staging(path: Path) -> tuple[Path, int | None]:
+    while True:
+        staging = path.parent / f".{path.name}.dsd-partial-{os.urandom(4).hex()}"
+        try:
+            staging.mkdir()
+        except FileExistsError:
+            continue
+        lock = _try_lock(staging)
+        # Between mkdir and the lock another writer may have taken it for a leftover.
+        if lock is not None or _fcntl() is None:
+            return staging, lock
+
+
+def _clean(path: Path) -> None:
+    """Remove what writers to this path left that died, and undo half a replacement."""
+    replaced = replaced_path(path)
+    if replaced.is_dir():
+        if os.path.lexists(path):
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(replaced, path)
+    prefix = f".{path.name}.dsd-partial-"
+    with os.scandir(path.parent) as entries:
+        leftovers = [Path(entry.path) for entry in entries if entry.name.startswith(prefix)]
+    for leftover in leftovers:
+        lock = _try_lock(leftover)
+        if lock is not None:
+            shutil.rmtree(leftover, ignore_errors=True)
+            os.close(lock)
+
+
+def _try_lock(folder: Path) -> int | None:
+    """Lock a folder for this process; None if another one holds it, or it is gone."""
+    fcntl = _fcntl()
+    if fcntl is None:
+        return None
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), os.stat(folder)):
+            return fd
+    except OSError:
+        pass
+    os.close(fd)
+    return None
+
+
+def _fcntl() -> ModuleType | None:
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    return fcntl
+
+
+def _replace(path: Path, staging: Path) -> None:
+    """Put the new folder in the place of the old one; the old one is removed by `_clean`."""
+    if _exchange(staging, path):
+        shutil.rmtree(staging, ignore_errors=True)
+        return
+    replaced = replaced_path(path)
+    os.rename(path, replaced)
+    try:
+        os.rename(staging, path)
+    except OSError:
+        os.rename(replaced, path)
+        raise
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchange two names in one step; False where the system cannot."""
+    import ctypes
+
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(b))
+
+
+def _sync_folder(path: Path) -> None:
+    with _folder(path) as fd:
+        if fd is not None:
+            os.fsync(fd)
+
+
+@contextlib.contextmanager
+def _folder(path: Path) -> Iterator[int | None]:
+    if not hasattr(os, "O_DIRECTORY"):
+        yield None
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,423 @@
+"""Write a checkpoint: collect a state, write data files, commit once.
+
+One writer, or several with one coordinator: each `PartWriter` writes the data files of its rank
+into the same unfinished folder and returns what it wrote as bytes; the coordinator's `Writer`
+merges that, writes the manifest, and makes the checkpoint exist.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dsdformat.blocks import Workers
+from dsdformat.boxes import Box
+from dsdformat.datafiles import ChunkJob, FilePlan, plan_files, write_file
+from dsdformat.errors import ArgumentError, MismatchError, shorten
+from dsdformat.format.bodies import is_label
+from dsdformat.format.codecs import CODECS, PLANES, RAW, ZSTD, can_compress
+from dsdformat.format.digests import digest
+from dsdformat.format.frame import emit_manifest
+from dsdformat.format.manifest import DataFile, SideFile, emit_body
+from dsdformat.format.packing import emit
+from dsdformat.format.paths import emit_name, render_path
+from dsdformat.format.payload import chunk_key
+from dsdformat.format.values import Leaf, encode, encode_key
+from dsdformat.labels import file_labels
+from dsdformat.limits import BLOCK_NBYTES_DEFAULT, BLOCK_NBYTES_MAX, BLOCK_NBYTES_MIN, MIB
+from dsdformat.parts import (
+    Part,
+    TensorRecord,
+    check_complete,
+    emit_sections,
+    merge_parts,
+    needed_features,
+    records_of,
+)
+from dsdformat.sources import Data, TensorSource
+from dsdformat.storage.base import Target
+from dsdformat.storage.target import JoinedTarget
+
+__all__ = ["Codec", "PartWriter", "Writer"]
+
+# A codec's name, or a function from a tensor's display name to one.
+Codec = str | Callable[[str], str]
+
+MANIFEST_LABEL = "manifest.dsd"
+_COMPRESS_PAGES_FROM = MIB
+_HF_METADATA = {"format": "pt"}
+_CODEC_NUMBERS = {name: number for number, name in CODECS.items()}
+
+
+class PartWriter:
+    """Writes the data files of one rank.
+
+    Nothing is read from the sources, and nothing written, until `finish`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        codec: Codec = "raw",
+        block_nbytes: int = BLOCK_NBYTES_DEFAULT,
+        threads: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+        adapt: Leaf | None = None,
+    ) -> None:
+        _check_options(rank, world_size, block_nbytes)
+        self._target = target
+        self._rank, self._world_size = rank, world_size
+        self._codec = codec
+        self._block_nbytes = block_nbytes
+        self._metadata = dict(_HF_METADATA if metadata is None else metadata)
+        self._workers = Workers(threads)
+        self._state: dict[str, Any] = {}
+        self._jobs: list[ChunkJob] = []
+        self._plans: list[FilePlan] = []
+        self._adapt = adapt
+        self._sources: list[TensorSource] = []
+        self._done = False
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Add a part of the state; dicts are united with what was added before.
+
+        Args:
+            state: Nested values of the format, with a `TensorSource` at each tensor.
+
+        Raises:
+            MismatchError: `state_conflict`: a path has two values.
+        """
+        self._check_open()
+        if type(state) is not dict and not self._state:
+            self._state = state  # type: ignore[assignment]
+        else:
+            self._state = _united(self._state, state, [])
+
+    def add_tensor(
+        self,
+        path: str | Sequence[Any],
+        data: Data,
+        *,
+        dtype: str,
+        shape: Sequence[int],
+        box: Box | None = None,
+        codec: str | None = None,
+    ) -> TensorSource:
+        """Add a tensor, or one box of it.
+
+        Args:
+            path: Keys from the root of the state; a string is one key.
+            data: Packed row-major little-endian bytes: a contiguous buffer, kept until the
+                checkpoint is written, or a function that gives an iterable of buffers then.
+            dtype: Logical dtype, as `bfloat16`.
+            shape: Global shape.
+            box: What `data` holds, in elements; the whole tensor if None.
+            codec: Name of a codec; the writer's choice if None.
+
+        Returns:
+            The source; add it at another path too, with `add`, to tie the two.
+        """
+        shape = tuple(shape)
+        boxes = [(Box((0,) * len(shape), shape) if box is None else box, data)]
+        source = TensorSource(dtype, shape, boxes, codec=codec)
+        self.add_value(path, source)
+        return source
+
+    def add_value(self, path: str | Sequence[Any], value: Any) -> None:
+        """Add a value of the format at a path; a string is one key."""
+        steps = [path] if isinstance(path, str) else list(path)
+        if not steps:
+            raise ArgumentError("a path has at least one key", code="bad_argument")
+        for step in reversed(steps):
+            value = {step: value}
+        self.add(value)
+
+    def finish(self) -> bytes:
+        """Write the data files, make them durable, and return the part for the coordinator.
+
+        Raises:
+            UnsupportedValueError: before anything is written.
+            StorageError: the medium failed; the coordinator aborts.
+
+        Ranks: local.
+        Memory: two blocks per thread, and none for raw tensors that are buffers.
+        """
+        return self._write().to_bytes()
+
+    def _write(self) -> Part:
+        self._check_open()
+        self._done = True
+        tree, tensors = self._plan_tensors()
+        plans = plan_files(self._jobs, self._metadata, self._block_nbytes)
+        labels = file_labels([plan.prefix for plan in plans], self._rank, self._world_size)
+        files = []
+        self._plans = plans
+        for index, (plan, label) in enumerate(zip(plans, labels, strict=True)):
+            plan.label = label
+            write_file(plan, self._target, self._block_nbytes, self._workers)
+            for job in plan.jobs:
+                job.file = index
+            files.append(self._data_file(plan))
+        records_of(self._jobs, tensors)
+        self._workers.close()
+        return Part(tree, tensors, files, self._block_nbytes, self._world_size)
+
+    def _plan_tensors(self) -> tuple[Any, list[TensorRecord]]:
+        """Encode the state, number its tensors, and list the chunks to write."""
+        tensors: list[TensorRecord] = []
+        numbers: dict[int, int] = {}
+
+        def leaf(value: Any, path: Sequence[Any]) -> Any:
+            if not isinstance(value, TensorSource):
+                value = NotImplemented if self._adapt is None else self._adapt(value, path)
+                if value is NotImplemented:
+                    return NotImplemented
+                if not isinstance(value, TensorSource):
+                    return encode(value, path=path)
+            if id(value) not in numbers:
+                numbers[id(value)] = len(tensors)
+                self._sources.append(value)  # alive, so that no other source gets its id
+                tensors.append(self._plan_tensor(value, len(tensors), tuple(path)))
+            number = numbers[id(value)]
+            if not value.attributes:
+                return ["tensor", number]
+            attributes = sorted(value.attributes.items())
+            return ["tensor", number, {key: encode(item) for key, item in attributes}]
+
+        tree = encode(self._state, leaf=leaf)
+        if type(tree) is not dict and tree[0] != "odict":
+            raise ArgumentError("a state is a dict with string keys", code="bad_argument")
+        if type(tree) is list and any(type(pair[0]) is not str for pair in tree[1:]):
+            raise ArgumentError("a state is a dict with string keys", code="bad_argument")
+        return tree, tensors
+
+    def _plan_tensor(
+        self, source: TensorSource, number: int, path: tuple[Any, ...]
+    ) -> TensorRecord:
+        name = emit_name(path, _key_bytes)
+        empty = 0 in source.shape
+        for box, data in sorted(source.chunks, key=lambda chunk: chunk[0].offset):
+            if 0 in box.shape and not (empty and box.shape == source.shape):
+                continue
+            codec = RAW if empty else self._codec_number(source, name)
+            self._jobs.append(
+                ChunkJob(number, path, source.row, source.shape, box, codec, data, name)
+            )
+        return TensorRecord(source.dtype, source.shape, source.layout, name)
+
+    def _codec_number(self, source: TensorSource, name: str) -> int:
+        choice = source.codec
+        if choice is None:
+            choice = self._codec if isinstance(self._codec, str) else self._codec(name)
+        if choice not in _CODEC_NUMBERS:
+            raise ArgumentError(
+                f"{shorten(choice)} is not a codec",
+                code="bad_argument",
+                hint="choose one of " + ", ".join(_CODEC_NUMBERS),
+            )
+        number = _CODEC_NUMBERS[choice]
+        # One plane of a one-byte dtype is the block itself.
+        return ZSTD if number == PLANES and source.row.itemsize == 1 else number
+
+    def _data_file(self, plan: FilePlan) -> DataFile:
+        return DataFile(
+            plan.label, plan.nbytes, plan.header_nbytes, plan.prefix, plan.metadata, self._rank
+        )
+
+    def _check_open(self) -> None:
+        if self._done:
+            raise ArgumentError("the writer has finished", code="closed")
+
+
+class Writer(PartWriter):
+    """Writes a checkpoint, alone or as the coordinator of several writers.
+
+    A context manager: leaving it commits; leaving it by an exception commits nothing, and
+    removes what was written.
+    """
+
+    def __init__(
+        self, target: Target, *, user: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
+        super().__init__(target, **options)
+        self._user = _text_map(user or {})
+        self._sides: list[SideFile] = []
+        self.root: str | None = None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        elif self.root is None:
+            self.commit()
+
+    @property
+    def staging(self) -> str:
+        """The unfinished folder that other writers join."""
+        staging = getattr(self._target, "staging", None)
+        if staging is None:
+            raise ArgumentError(f"{self._target.name} cannot be joined", code="bad_argument")
+        return str(staging)
+
+    @staticmethod
+    def join(staging: str | os.PathLike[str], **options: Any) -> PartWriter:
+        """Write for one rank into the unfinished folder of a coordinator.
+
+        Args:
+            staging: `Writer.staging` of the coordinator, on storage that both see.
+            options: `rank`, `world_size`, and those of `dsdformat.create` that concern data.
+        """
+        return PartWriter(JoinedTarget(Path(staging)), **options)
+
+    def add_file(self, label: str, data: bytes) -> None:
+        """Add a side file, such as a `config.json`; the root digest covers it too.
+
+        Args:
+            label: `[A-Za-z0-9_][A-Za-z0-9._-]*`, at most 200 characters.
+            data: Its contents.
+        """
+        taken = {MANIFEST_LABEL, *(side.label.lower() for side in self._sides)}
+        if not is_label(label) or label.lower() in taken or label.endswith(".safetensors"):
+            raise ArgumentError(
+                f"{shorten(label)} cannot be the label of a side file", code="bad_argument"
+            )
+        sink = self._target.create(label)
+        try:
+            sink.write_at(0, [data])
+        finally:
+            sink.close()
+        self._sides.append(SideFile(label, len(data), digest(data)))
+
+    def commit(self, parts: Sequence[bytes] = ()) -> str:
+        """Write what was added, merge the parts, and make the checkpoint exist.
+
+        Args:
+            parts: What `PartWriter.finish` returned on the other ranks.
+
+        Returns:
+            The root digest.
+
+        Raises:
+            MismatchError: `state_conflict` or `chunks_incomplete`; nothing is made visible.
+            StorageError: the medium failed, or the target exists by now.
+
+        Ranks: coordinator only.
+        Memory: the merged chunk tables.
+        """
+        try:
+            own = self._write()
+            self._add_indexes()
+            others = [Part.from_bytes(raw, rank + 1) for rank, raw in enumerate(parts)]
+            part = merge_parts([own, *others])
+            check_complete(part)
+            self.root = self._write_manifest(part)
+            self._target.commit()
+        except BaseException:
+            self.root = None
+            self.abort()
+            raise
+        return self.root
+
+    def abort(self) -> None:
+        """Remove what was written. The target is as it was."""
+        self._done = True
+        self._workers.close()
+        self._target.abort()
+
+    def _write_manifest(self, part: Part) -> str:
+        body, sections = emit_sections(part)
+        sides = tuple(sorted(self._sides, key=lambda side: side.label))
+        body = replace(body, sides=sides, user=self._user)
+        pieces = [(name, list(content)) for name, content in sections]
+        nbytes = sum(len(piece) for _, content in pieces for piece in content)
+        raw_body = emit_body(body)
+        head, pages, root = emit_manifest(
+            [("body", [raw_body]), *pieces],
+            needed_features(part),
+            compress=nbytes + len(raw_body) >= _COMPRESS_PAGES_FROM and can_compress(),
+        )
+        sink = self._target.create(MANIFEST_LABEL)
+        try:
+            sink.write_at(0, [head, *pages])
+        finally:
+            sink.close()
+        return root.hex()
+
+    def _add_indexes(self) -> None:
+        """Add the index that loaders of Hugging Face folders want for a model of several files."""
+        groups: dict[tuple[str, ...], list[FilePlan]] = {}
+        for plan in self._plans:
+            groups.setdefault(plan.prefix, []).append(plan)
+        for plans in groups.values():
+            if len(plans) > 1 and self._world_size == 1:
+                stem = plans[0].label.rsplit("-00001-of-", 1)[0]
+                self.add_file(f"{stem}.safetensors.index.json", _index_json(plans))
+
+
+def _index_json(plans: Sequence[FilePlan]) -> bytes:
+    keys: dict[str, str] = {}
+    total = 0
+    for plan in plans:
+        for job in plan.jobs:
+            path = job.path[len(plan.prefix) :]
+            keys[chunk_key(path, job.shape, job.box, job.codec)] = plan.label
+            total += job.stored_nbytes
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(keys.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _check_options(rank: int, world_size: int, block_nbytes: int) -> None:
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ArgumentError(f"rank {rank} of {world_size}", code="bad_argument")
+    power = block_nbytes > 0 and block_nbytes & (block_nbytes - 1) == 0
+    if not power or not BLOCK_NBYTES_MIN <= block_nbytes <= BLOCK_NBYTES_MAX:
+        raise ArgumentError(
+            f"block_nbytes is {block_nbytes}, expected a power of two from 4 KiB to 64 MiB",
+            code="bad_argument",
+        )
+
+
+def _text_map(values: Mapping[str, str]) -> dict[str, str]:
+    for key, value in values.items():
+        if type(key) is not str or type(value) is not str:
+            raise ArgumentError(
+                f"user metadata maps strings to strings, got {shorten(key)}: {shorten(value)}",
+                code="bad_argument",
+                hint="other values belong into the state",
+            )
+    return dict(values)
+
+
+def _united(old: Any, new: Any, path: list[Any]) -> Any:
+    """Unite two states: dicts key by key, the rest must not meet."""
+    if type(old) is dict and type(new) is dict:
+        result = dict(old)
+        for key, value in new.items():
+            path.append(key)
+            result[key] = _united(old[key], value, path) if key in old else value
+            path.pop()
+        return result
+    if isinstance(old, TensorSource) and isinstance(new, TensorSource):
+        same = (old.dtype, old.shape, old.codec) == (new.dtype, new.shape, new.codec)
+        if same and old is not new:
+            return replace(old, chunks=[*old.chunks, *new.chunks])
+    raise MismatchError(f"{render_path(path)} was added twice", code="state_conflict")
+
+
+def _key_bytes(key: Any) -> bytes:
+    return emit(encode_key(key))

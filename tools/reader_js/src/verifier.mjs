@@ -1,0 +1,108 @@
+// The verifier: all stages of section 18 for everything, and a report.
+
+import { BlockReader, checkFile } from './blocks.mjs';
+import { MANIFEST_LABEL } from './body.mjs';
+import { equalBytes } from './bytes.mjs';
+import { createStreamDigest } from './digests.mjs';
+import { DsdError } from './errors.mjs';
+import { chunksByFile, deriveHeader } from './headers.mjs';
+import { loadManifest } from './manifest.mjs';
+
+const PIECE_NBYTES = 4 * 1024 * 1024;
+const SPACE = 0x20;
+
+/**
+ * Verify a checkpoint. Faults of the checkpoint are in the report and are not thrown.
+ * @param {{digest?: string}} options the root digest that the caller expects
+ * @returns {Promise<{problems: object[], root: string|null, features: string[], tensorCount: number,
+ *   unlisted: string[]}>} `unlisted` names the folder's files that the manifest does not list
+ */
+export async function verify(storage, options = {}) {
+  const manifest = await loadManifest(storage, options);
+  const { problems, frame, body, columns } = manifest;
+  if (problems.length === 0) await verifyFiles(storage, manifest);
+  if (problems.length === 0) await verifyBlocks(storage, manifest);
+  return {
+    problems,
+    root: frame?.root ?? null,
+    features: frame?.features ?? [],
+    tensorCount: columns?.tensorCount ?? 0,
+    unlisted: body ? await findUnlisted(storage, body) : [],
+  };
+}
+
+async function collectAsync(problems, check) {
+  try {
+    await check();
+  } catch (error) {
+    if (!(error instanceof DsdError)) throw error;
+    problems.push(...error.problems);
+  }
+}
+
+// Stage 5
+async function verifyFiles(storage, manifest) {
+  const { body, columns, layout, paths, problems } = manifest;
+  const chunks = chunksByFile(columns, body.files.length, layout.order);
+  for (const [f, file] of body.files.entries()) {
+    await collectAsync(problems, async () => {
+      await checkFile(storage, file);
+      await checkHeader(storage, file, deriveHeader(file, chunks[f], columns, layout.extents, paths));
+    });
+  }
+  for (const side of body.sides) {
+    await collectAsync(problems, async () => {
+      await checkFile(storage, side);
+      await checkSide(storage, side);
+    });
+  }
+}
+
+// R-10.4
+async function checkHeader(storage, file, derived) {
+  const label = file.get('label');
+  const mismatch = (message) => new DsdError('header_mismatch', message, { label });
+  if (derived === null) throw mismatch('the header that the manifest implies does not fit');
+  let at = 0;
+  for await (const bytes of pieces(storage, label, file.get('header_nbytes'))) {
+    const text = derived.subarray(at, at + bytes.length);
+    if (!equalBytes(bytes.subarray(0, text.length), text)) throw mismatch('the header is not the one that the manifest implies');
+    if (bytes.subarray(text.length).some((byte) => byte !== SPACE)) throw mismatch('the header is not padded with spaces');
+    at += bytes.length;
+  }
+}
+
+// R-7.6
+async function checkSide(storage, side) {
+  const label = side.get('label');
+  const stream = await createStreamDigest();
+  for await (const bytes of pieces(storage, label, side.get('nbytes'))) stream.update(bytes);
+  const found = stream.finish();
+  stream.release();
+  if (!equalBytes(found, side.get('digest'))) {
+    throw new DsdError('side_checksum_mismatch', 'the file does not have its digest', { label });
+  }
+}
+
+async function* pieces(storage, label, nbytes) {
+  for (let at = 0; at < Number(nbytes); at += PIECE_NBYTES) {
+    yield storage.read(label, at, Math.min(PIECE_NBYTES, Number(nbytes) - at));
+  }
+}
+
+// Stage 6
+async function verifyBlocks(storage, manifest) {
+  const blocks = new BlockReader(storage, manifest);
+  for (const c of manifest.layout.order) {
+    for (let k = 0; k < Number(manifest.layout.extents[c].blocks); k++) {
+      await collectAsync(manifest.problems, () => blocks.load(c, k));
+    }
+  }
+}
+
+// R-5.5
+async function findUnlisted(storage, body) {
+  const listed = new Set([MANIFEST_LABEL, ...body.files.map((f) => f.get('label')), ...body.sides.map((s) => s.get('label'))]);
+  return (await storage.list()).filter((name) => !listed.has(name)).sort();
+}
+

@@ -1,0 +1,1 @@
+"""Invalid cases: each has one fault, and the code that names it."""
