@@ -32,6 +32,7 @@ from dsdformat.errors import (
 )
 from dsdformat.folders import create, open, verify
 from dsdformat.format.frame import FORMAT_VERSION
+from dsdformat.format.manifest import Mesh
 from dsdformat.format.values import Named, Scalar, Size
 from dsdformat.reader import Checkpoint, TensorEntry
 from dsdformat.sources import TensorSource
@@ -58,6 +59,7 @@ __all__ = [
     "LayoutError",
     "LimitError",
     "ManifestError",
+    "Mesh",
     "MismatchError",
     "Named",
     "NotACheckpointError",

@@ -20,7 +20,7 @@ from dsdformat.boxes import Box, copy_runs
 from dsdformat.errors import FormatError, Problem
 from dsdformat.format.checks import ChunkPlace, TensorRow
 from dsdformat.format.codecs import RAW, decode_block
-from dsdformat.format.digests import Hasher, digest
+from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
 from dsdformat.format.manifest import Body, Columns
 from dsdformat.limits import KIB
 from dsdformat.storage.base import Storage
@@ -30,7 +30,7 @@ __all__ = ["BlockReader", "Request", "Task", "Workers"]
 Task = Callable[[], None]
 _PIECE = 512 * KIB  # read, then hashed while it is in the cache
 _PARALLEL_MIN = 1024 * KIB
-_SMALL_NBYTES = 64 * KIB
+SMALL_NBYTES = 64 * KIB
 _BATCH_NBYTES = 1024 * KIB
 
 
@@ -52,14 +52,16 @@ class Workers:
         Raises:
             The first exception of a task, after those in flight have ended.
         """
-        if self.count == 1:
-            for task in tasks:
+        todo = iter(tasks)
+        first = list(itertools.islice(todo, 2))
+        if self.count == 1 or len(first) < 2:
+            for task in itertools.chain(first, todo):
                 task()
             return
         pool = self._started()
         running: set[Future[None]] = set()
         try:
-            for task in tasks:
+            for task in itertools.chain(first, todo):
                 if len(running) >= 2 * self.count:
                     done, running = wait(running, return_when=FIRST_COMPLETED)
                     for future in done:
@@ -163,7 +165,7 @@ class BlockReader:
         for request in requests:
             chunks = request.row.chunks
             whole = len(chunks) == 1 and len(request.into) == chunks[0].nbytes
-            if whole and chunks[0].codec == RAW and 0 < chunks[0].nbytes <= _SMALL_NBYTES:
+            if whole and chunks[0].codec == RAW and 0 < chunks[0].nbytes <= SMALL_NBYTES:
                 place = chunks[0]
                 small.append((place.file, place.byte_offset, request.tensor, request))
             elif len(request.into):
@@ -253,11 +255,14 @@ class BlockReader:
             end = batch[-1][1] + len(batch[-1][3].into)
             buffer = memoryview(bytearray(end - begin))
             self._fill(file, begin, buffer)
-            for _, at, tensor, request in batch:
+            table = b""
+            if verify:  # neighbours in a file are neighbours in the table of digests (R-9.13)
+                table = self._columns.digests(batch[0][3].row.chunks[0].first_block, len(batch))
+            for number, (_, at, tensor, request) in enumerate(batch):
                 data = buffer[at - begin : at - begin + len(request.into)]
-                if verify:
-                    block = self._block(tensor, request.row, request.row.chunks[0], 0)
-                    self._compare(block, digest(data))
+                expected = table[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)]
+                if verify and digest(data) != expected:
+                    self._compare(self._block(tensor, request.row, request.row.chunks[0], 0), b"")
                 request.into[:] = data
 
         return read
@@ -357,7 +362,7 @@ class BlockReader:
     def _describe(self, block: _Block) -> str:
         place = self._place(block)
         return (
-            f"block {block.number} of chunk {block.chunk.index} of {place['entry']} "
+            f"block {block.number} of chunk {block.chunk.number} of {place['entry']} "
             f"({place['where']}, bytes {place['byte_offset']}..{place['byte_end']})"
         )
 
@@ -367,7 +372,7 @@ class BlockReader:
             "byte_offset": block.byte_offset,
             "byte_end": block.byte_offset + block.stored_nbytes,
             "entry": self._name_of(block.tensor),
-            "chunk": block.chunk.index,
+            "chunk": block.chunk.number,
             "block": block.number,
         }
 

@@ -50,6 +50,7 @@ class ChunkJob:
         digests: 32 bytes per block, once written.
         frames: Stored lengths of blocks; empty for raw chunks.
         frame_digests: 32 bytes per frame.
+        nbytes: Decoded length.
     """
 
     tensor: int
@@ -66,11 +67,10 @@ class ChunkJob:
     digests: bytearray = field(default_factory=bytearray)
     frames: list[int] = field(default_factory=list)
     frame_digests: bytearray = field(default_factory=bytearray)
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Decoded length."""
-        return self.box.numel * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        self.nbytes = self.box.numel * self.dtype.itemsize
 
     def stored_bound(self, block_nbytes: int) -> int:
         """The most bytes that the stored chunk can have."""
@@ -81,7 +81,10 @@ class ChunkJob:
 
 @dataclass(slots=True)
 class FilePlan:
-    """A data file to write: its chunks in storage order, and the room for its header."""
+    """A data file to write: its chunks in storage order, and the room for its header.
+
+    `header` is its JSON where that is known before the data: if nothing is compressed.
+    """
 
     prefix: tuple[str, ...]
     jobs: list[ChunkJob]
@@ -89,6 +92,7 @@ class FilePlan:
     header_nbytes: int = 0
     nbytes: int = 0
     label: str = ""
+    header: bytes | None = None
 
 
 def plan_files(
@@ -116,8 +120,10 @@ def plan_files(
         ordered = sorted(groups[prefix], key=lambda job: -size_class(job.nbytes))
         for piece in _fill_files(ordered, len(prefix), chunks_max, header_max):
             plan = FilePlan(prefix, piece, metadata)
-            bound = header_json(_entries(plan, block_nbytes), metadata)
-            plan.header_nbytes = header_nbytes(len(bound))
+            text = header_json(_entries(plan, block_nbytes), metadata)
+            plan.header_nbytes = header_nbytes(len(text))
+            if all(job.codec == RAW for job in piece):
+                plan.header = text
             plans.append(plan)
     return plans
 
@@ -130,13 +136,15 @@ def write_file(plan: FilePlan, target: Target, block_nbytes: int, workers: Worke
     sink = target.create(plan.label)
     try:
         end = _write_chunks(plan, sink, block_nbytes, workers)
-        text = header_json(_entries(plan, None), plan.metadata)
+        text = plan.header or header_json(_entries(plan, None), plan.metadata)
         header = emit_header(text, plan.header_nbytes)
         assert header is not None, "the room for a header was planned too small"
         sink.write_at(0, [header])
         plan.nbytes = end
-    finally:
-        sink.close()
+    except BaseException:
+        sink.discard()
+        raise
+    sink.close()
 
 
 def _fill_files(

@@ -137,7 +137,7 @@ def verify(
         storage = LocalStorage(path)
     except FormatError as error:
         return Report(str(path), problems=error.problems)
-    return verify_storage(storage, digest=expected, threads=threads, progress=progress)
+    return verify_storage(storage, expected_root=expected, threads=threads, progress=progress)
 
 
 def _parse_digest(text: str | None) -> bytes | None:

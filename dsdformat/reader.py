@@ -23,6 +23,7 @@ from dsdformat.format.manifest import Body, Columns, Layout, Mesh, parse_body
 from dsdformat.format.packing import emit, parse
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import TensorRef, encode, encode_key
+from dsdformat.garbage import paused_gc
 from dsdformat.limits import LEAF_NBYTES
 from dsdformat.sections import ManifestFile
 from dsdformat.storage.base import Storage
@@ -196,8 +197,9 @@ class Checkpoint:
         self._closed = False
         self._manifest = ManifestFile(storage, expected_root=digest)
         head = self._manifest.head
-        self._body: Body = self._parse_body()
-        self._decoded: Tree = decode_tree(self._body.tree)
+        with paused_gc():
+            self._body: Body = self._parse_body()
+            self._decoded: Tree = decode_tree(self._body.tree)
         raise_problems(self._decoded.problems)
         self._columns = Columns(self._manifest.section_nbytes(), self._manifest.read)
         self._check_references()
@@ -284,7 +286,8 @@ class Checkpoint:
         def entry(ref: TensorRef) -> TensorEntry:
             return entries.setdefault(ref.index, TensorEntry(self, ref.index))
 
-        return decode_tree(self._body.tree, hooks or Hooks(tensor=entry)).root
+        with paused_gc():
+            return decode_tree(self._body.tree, hooks or Hooks(tensor=entry)).root
 
     def tensor(self, name: str | tuple[Any, ...]) -> TensorEntry:
         """Return one tensor by its display name or its path; any of its names if it is tied.
@@ -370,7 +373,9 @@ class Checkpoint:
         if len(into) != len(self):
             raise ArgumentError(f"{len(into)} buffers for {len(self)} tensors", code="bad_argument")
         wanted = self._verify if verify is None else verify
-        self._blocks.read_many(map(self._request, range(len(self)), into), verify=wanted)
+        with paused_gc():
+            requests = list(map(self._request, range(len(self)), into))
+        self._blocks.read_many(requests, verify=wanted)
 
     def _request(self, index: int, into: Any) -> Request:
         row = self._row(index)
@@ -464,7 +469,7 @@ class Checkpoint:
         row = self._rows.get(index)
         if row is not None:
             return row
-        row, problems = check_tensor(self._body, self._columns, index, self._name(index))
+        row, problems = check_tensor(self._body, self._columns, index, self._name)
         raise_problems(problems)
         assert row is not None
         with self._lock:

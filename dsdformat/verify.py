@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dsdformat.blocks import BlockReader, Workers
+from dsdformat.blocks import SMALL_NBYTES, BlockReader, Task, Workers
 from dsdformat.errors import FormatError, Problem, raise_problems
-from dsdformat.format.checks import ChunkPlace, TensorRow, check_columns, check_tensor
-from dsdformat.format.digests import Hasher
+from dsdformat.format.checks import StoredChunk, check_columns
+from dsdformat.format.codecs import RAW
+from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
 from dsdformat.format.frame import SECTIONS
 from dsdformat.format.manifest import DataFile, SideFile
 from dsdformat.format.payload import HeaderEntry, chunk_key, emit_header, header_json
+from dsdformat.garbage import paused_gc
 from dsdformat.limits import MIB
 from dsdformat.reader import Checkpoint
 from dsdformat.sections import MANIFEST_LABEL
@@ -58,13 +60,13 @@ class Report:
 def verify_storage(
     storage: Storage,
     *,
-    digest: bytes | None = None,
+    expected_root: bytes | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Do all stages of the spec on a checkpoint; see `dsdformat.verify`."""
     try:
-        checkpoint = Checkpoint(storage, digest=digest, threads=threads)
+        checkpoint = Checkpoint(storage, digest=expected_root, threads=threads)
     except FormatError as error:
         storage.close()
         return Report(storage.name, problems=error.problems)
@@ -87,10 +89,6 @@ def verify_storage(
         )
 
 
-# A chunk in its data file: byte offset, stored length, index, tensor, and what it takes to read.
-_FileChunk = tuple[int, int, int, int]
-
-
 class _Verifier:
     def __init__(self, checkpoint: Checkpoint, storage: Storage, progress: Progress | None) -> None:
         self.checkpoint = checkpoint
@@ -107,24 +105,28 @@ class _Verifier:
         """Stages 4 to 6; each only if the one before found nothing."""
         checkpoint = self.checkpoint
         self._read_unknown_sections()
-        problems = check_columns(
-            self.body,
-            self.columns,
-            checkpoint.features,
-            checkpoint._manifest.compressed,
-            checkpoint._decoded.paths,
-            checkpoint._name,
-        )
+        with paused_gc():
+            order, problems = check_columns(
+                self.body,
+                self.columns,
+                checkpoint.features,
+                checkpoint._manifest.compressed,
+                checkpoint._decoded.paths,
+                checkpoint._name,
+            )
         if problems:
             return problems
-        chunks = self._chunks_by_file()
+        chunks: list[list[StoredChunk]] = [[] for _ in self.body.files]
+        for entry in order:
+            chunks[entry.file].append(entry)
+        del order
         for index, file in enumerate(self.body.files):
             problems += self._file_problems(index, file, chunks[index])
         for side in self.body.sides:
             problems += self._side_problems(side)
         if not problems:
-            for index in range(len(self.body.files)):
-                problems += self._block_problems(chunks[index])
+            for entries in chunks:
+                problems += self._block_problems(entries)
         return problems
 
     def _read_unknown_sections(self) -> None:
@@ -133,23 +135,9 @@ class _Verifier:
             for at in range(0, nbytes if name not in SECTIONS else 0, MIB):
                 manifest.read(name, at, min(at + MIB, nbytes))
 
-    def _chunks_by_file(self) -> list[list[_FileChunk]]:
-        """List the chunks of each file in storage order, as (offset, stored, chunk, tensor)."""
-        chunks: list[list[_FileChunk]] = [[] for _ in self.body.files]
-        for tensor in range(self.columns.tensors):
-            for place in self._row(tensor).chunks:
-                entry = (place.byte_offset, place.stored_nbytes, tensor, place.index)
-                chunks[place.file].append(entry)
-        for entries in chunks:
-            entries.sort()
-        return chunks
-
-    def _row(self, tensor: int) -> TensorRow:
-        row, problems = check_tensor(self.body, self.columns, tensor, self.checkpoint._name(tensor))
-        assert row is not None, problems
-        return row
-
-    def _file_problems(self, index: int, file: DataFile, chunks: list[_FileChunk]) -> list[Problem]:
+    def _file_problems(
+        self, index: int, file: DataFile, chunks: list[StoredChunk]
+    ) -> list[Problem]:
         try:
             self.blocks.check_file(index)
         except FormatError as error:
@@ -169,14 +157,14 @@ class _Verifier:
         hint = "other safetensors readers would see other tensors; restore the file"
         return [Problem("header_mismatch", message, where=file.label, byte_offset=at, hint=hint)]
 
-    def _header_entries(self, file: DataFile, chunks: list[_FileChunk]) -> Iterator[HeaderEntry]:
+    def _header_entries(self, file: DataFile, chunks: list[StoredChunk]) -> Iterator[HeaderEntry]:
         paths = self.checkpoint._decoded.paths
-        for _, stored, tensor, index in chunks:
-            row = self._row(tensor)
-            place = row.chunks[index]
-            path: Any = paths[tensor][len(file.prefix) :]
-            key = chunk_key(path, row.shape, place.box, place.codec)
-            yield HeaderEntry(key, row.dtype, place.box.shape, place.codec, stored)
+        for entry in chunks:
+            row = self.checkpoint._row(entry.tensor)
+            box = row.chunks[entry.chunk].box
+            path: Any = paths[entry.tensor][len(file.prefix) :]
+            key = chunk_key(path, row.shape, box, entry.codec)
+            yield HeaderEntry(key, row.dtype, box.shape, entry.codec, entry.stored_nbytes)
 
     def _side_problems(self, side: SideFile) -> list[Problem]:
         try:
@@ -196,25 +184,63 @@ class _Verifier:
         message = f"the side file {side.label} was changed"
         return [Problem("side_checksum_mismatch", message, where=side.label)]
 
-    def _block_problems(self, chunks: list[_FileChunk]) -> list[Problem]:
-        found: dict[_FileChunk, list[Problem]] = {}
+    def _block_problems(self, chunks: list[StoredChunk]) -> list[Problem]:
+        found: dict[int, list[Problem]] = {}
 
-        def task(entry: _FileChunk) -> Callable[[], None]:
+        def task(number: int, group: list[StoredChunk]) -> Task:
             def check() -> None:
-                row = self._row(entry[2])
-                place: ChunkPlace = row.chunks[entry[3]]
-                found[entry] = self.blocks.find_block_problems(entry[2], row, place)
-                self._advance(place.stored_nbytes)
+                found[number] = self._group_problems(group)
+                self._advance(sum(entry.stored_nbytes for entry in group))
 
             return check
 
-        self.workers.run(task(entry) for entry in chunks)
-        return [problem for entry in chunks for problem in found[entry]]
+        self.workers.run(task(*one) for one in enumerate(_groups(chunks)))
+        return [problem for number in sorted(found) for problem in found[number]]
+
+    def _group_problems(self, group: list[StoredChunk]) -> list[Problem]:
+        """Check one chunk, or many small ones with one read."""
+        suspects = group if len(group) == 1 else self._mismatches(group)
+        problems: list[Problem] = []
+        for entry in suspects:
+            row = self.checkpoint._row(entry.tensor)
+            place = row.chunks[entry.chunk]
+            problems += self.blocks.find_block_problems(entry.tensor, row, place)
+        return problems
+
+    def _mismatches(self, group: list[StoredChunk]) -> list[StoredChunk]:
+        """Find the small raw chunks, side by side, that do not have their digests."""
+        begin, last = group[0].byte_offset, group[-1]
+        buffer = memoryview(bytearray(last.byte_offset + last.stored_nbytes - begin))
+        self.storage.read_into(self.body.files[last.file].label, begin, buffer)
+        # In storage order the digests of neighbours are neighbours too (R-9.13).
+        table = self.columns.digests(group[0].first_block, len(group))
+        return [
+            entry
+            for number, entry in enumerate(group)
+            if digest(buffer[entry.byte_offset - begin :][: entry.stored_nbytes])
+            != table[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)]
+        ]
 
     def _advance(self, nbytes: int) -> None:
         self.done += nbytes
         if self.progress is not None:
             self.progress(self.done, self.total)
+
+
+def _groups(chunks: list[StoredChunk]) -> Iterator[list[StoredChunk]]:
+    """Cut chunks in storage order into runs of small raw ones, and single ones."""
+    group: list[StoredChunk] = []
+    for entry in chunks:
+        small = entry.codec == RAW and entry.blocks == 1 and entry.stored_nbytes <= SMALL_NBYTES
+        if group and (not small or entry.byte_offset - group[0].byte_offset >= MIB):
+            yield group
+            group = []
+        if small:
+            group.append(entry)
+        elif entry.blocks:
+            yield [entry]
+    if group:
+        yield group
 
 
 def _first_difference(a: bytes, b: bytes) -> int:

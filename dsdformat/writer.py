@@ -28,6 +28,7 @@ from dsdformat.format.packing import emit
 from dsdformat.format.paths import emit_name, render_path
 from dsdformat.format.payload import chunk_key
 from dsdformat.format.values import Leaf, encode, encode_key
+from dsdformat.garbage import paused_gc
 from dsdformat.labels import file_labels
 from dsdformat.limits import BLOCK_NBYTES_DEFAULT, BLOCK_NBYTES_MAX, BLOCK_NBYTES_MIN, MIB
 from dsdformat.parts import (
@@ -155,8 +156,9 @@ class PartWriter:
     def _write(self) -> Part:
         self._check_open()
         self._done = True
-        tree, tensors = self._plan_tensors()
-        plans = plan_files(self._jobs, self._metadata, self._block_nbytes)
+        with paused_gc():
+            tree, tensors = self._plan_tensors()
+            plans = plan_files(self._jobs, self._metadata, self._block_nbytes)
         labels = file_labels([plan.prefix for plan in plans], self._rank, self._world_size)
         files = []
         self._plans = plans
@@ -166,7 +168,8 @@ class PartWriter:
             for job in plan.jobs:
                 job.file = index
             files.append(self._data_file(plan))
-        records_of(self._jobs, tensors)
+        with paused_gc():
+            records_of(self._jobs, tensors)
         self._workers.close()
         return Part(tree, tensors, files, self._block_nbytes, self._world_size)
 
@@ -296,11 +299,7 @@ class Writer(PartWriter):
             raise ArgumentError(
                 f"{shorten(label)} cannot be the label of a side file", code="bad_argument"
             )
-        sink = self._target.create(label)
-        try:
-            sink.write_at(0, [data])
-        finally:
-            sink.close()
+        self._write_whole(label, [data])
         self._sides.append(SideFile(label, len(data), digest(data)))
 
     def commit(self, parts: Sequence[bytes] = ()) -> str:
@@ -340,7 +339,8 @@ class Writer(PartWriter):
         self._target.abort()
 
     def _write_manifest(self, part: Part) -> str:
-        body, sections = emit_sections(part)
+        with paused_gc():
+            body, sections = emit_sections(part)
         sides = tuple(sorted(self._sides, key=lambda side: side.label))
         body = replace(body, sides=sides, user=self._user)
         pieces = [(name, list(content)) for name, content in sections]
@@ -351,12 +351,17 @@ class Writer(PartWriter):
             needed_features(part),
             compress=nbytes + len(raw_body) >= _COMPRESS_PAGES_FROM and can_compress(),
         )
-        sink = self._target.create(MANIFEST_LABEL)
-        try:
-            sink.write_at(0, [head, *pages])
-        finally:
-            sink.close()
+        self._write_whole(MANIFEST_LABEL, [head, *pages])
         return root.hex()
+
+    def _write_whole(self, label: str, pieces: Sequence[bytes]) -> None:
+        sink = self._target.create(label)
+        try:
+            sink.write_at(0, pieces)
+        except BaseException:
+            sink.discard()
+            raise
+        sink.close()
 
     def _add_indexes(self) -> None:
         """Add the index that loaders of Hugging Face folders want for a model of several files."""

@@ -40,6 +40,7 @@ class Unit:
 UNITS = (
     Unit("errors", layer=0, reach=-1),
     Unit("limits", layer=0, reach=-1),
+    Unit("garbage", layer=0, reach=-1),
     Unit("boxes", layer=0, reach=-1, peers=("errors",)),
     Unit("format", layer=1, reach=0, foreign=("msgpack", "blake3", "zstandard")),
     Unit("storage", layer=2, reach=0, peers=("storage.remote",)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dsdformat.boxes import Box, cut_dims, is_tiling, whole
 from dsdformat.errors import Problem
@@ -17,17 +17,16 @@ from dsdformat.format.dtypes import DTYPES, Dtype
 from dsdformat.format.manifest import Body, ChunkRows, Columns
 from dsdformat.limits import CUT_DIMS_MAX, INT63_MAX, NDIM_MAX
 
-__all__ = ["ChunkPlace", "TensorRow", "check_columns", "check_tensor"]
+__all__ = ["ChunkPlace", "StoredChunk", "TensorRow", "check_columns", "check_tensor"]
 
 NameOf = Callable[[int], str]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkPlace:
+class ChunkPlace(NamedTuple):
     """One chunk, checked: its box and where it lies.
 
     Attributes:
-        index: Number of the chunk in its tensor.
+        number: Of the chunk in its tensor.
         box: In elements of the global shape.
         file: Index of the data file.
         codec: Number of the codec.
@@ -39,7 +38,7 @@ class ChunkPlace:
         first_frame: Row of its first frame.
     """
 
-    index: int
+    number: int
     box: Box
     file: int
     codec: int
@@ -51,8 +50,7 @@ class ChunkPlace:
     first_frame: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRow:
+class TensorRow(NamedTuple):
     """One tensor, checked."""
 
     dtype: Dtype
@@ -61,14 +59,34 @@ class TensorRow:
     chunks: tuple[ChunkPlace, ...]
 
 
+class StoredChunk(NamedTuple):
+    """One chunk in storage order (R-9.13): sorts by its first four numbers."""
+
+    file: int
+    byte_offset: int
+    stored_nbytes: int
+    position: int
+    tensor: int
+    chunk: int
+    codec: int
+    first_block: int
+    blocks: int
+    first_frame: int
+    frames: int
+
+
 def check_tensor(
-    body: Body, columns: Columns, tensor: int, name: str
+    body: Body, columns: Columns, tensor: int, name_of: NameOf
 ) -> tuple[TensorRow | None, list[Problem]]:
     """Check one tensor's row and chunks (R-9.1 to R-9.11), and the bounds of what they point at.
 
     Returns:
         The tensor, or None if it has problems; and the problems.
     """
+    simple = _find_simple(body, columns, tensor)
+    if simple is not None:
+        return simple, []
+    name = name_of(tensor)
     problems = list(_row_problems(body, columns, tensor, name))
     if problems:
         return None, problems
@@ -98,7 +116,7 @@ def check_columns(
     zstd_pages: bool,
     paths: list[tuple[object, ...]],
     name_of: NameOf,
-) -> list[Problem]:
+) -> tuple[list[StoredChunk], list[Problem]]:
     """Check every tensor, then storage order, prefixes, features and references.
 
     Args:
@@ -106,38 +124,80 @@ def check_columns(
         zstd_pages: Whether some page of the manifest is compressed.
         paths: For each tensor its first path, from the tree.
         name_of: Gives a tensor's name, for messages.
+
+    Returns:
+        All chunks in storage order, and the problems.
     """
     if len(paths) != columns.tensors:
         message = f"the tree refers to {len(paths)} tensors, the table has {columns.tensors}"
-        return [Problem("bad_tensor_reference", message, path="$.tensors")]
+        return [], [Problem("bad_tensor_reference", message, path="$.tensors")]
     problems: list[Problem] = []
-    places: list[_Entry] = []
     later: list[Problem] = []
+    order: list[StoredChunk] = []
     for tensor in range(columns.tensors):
-        row, found = check_tensor(body, columns, tensor, name_of(tensor))
+        row, found = check_tensor(body, columns, tensor, name_of)
+        if row is not None:
+            order += _stored_chunks(body, row, tensor, len(order))
+            continue
         problems += [p for p in found if p.code not in _LATER]
         later += [p for p in found if p.code in _LATER]
-        first = len(places)
-        places += [
-            (c.file, c.byte_offset, c.stored_nbytes, first + c.index, tensor, c)
-            for c in (row.chunks if row else ())
-        ]
     if problems or later:
-        return problems or later
-    places.sort()
-    used = set(columns.dtype)
-    codecs = {entry[5].codec for entry in places}
-    indexes = list(_block_index_problems(columns, places, body.block_nbytes, name_of))
-    return [
+        return [], problems or later
+    order.sort()
+    indexes = list(_block_index_problems(columns, order, name_of))
+    return order, [
         *indexes,
-        *([] if indexes else _byte_range_problems(body, places, name_of)),
-        *_prefix_problems(body, places, paths, name_of),
-        *_feature_problems(codecs, features, zstd_pages),
-        *_dtype_problems(body, used),
+        *([] if indexes else _byte_range_problems(body, order, name_of)),
+        *_prefix_problems(body, order, paths, name_of),
+        *_feature_problems({entry.codec for entry in order}, features, zstd_pages),
+        *_dtype_problems(body, set(columns.dtype)),
     ]
 
 
+def _stored_chunks(body: Body, row: TensorRow, tensor: int, first: int) -> Iterator[StoredChunk]:
+    for place in row.chunks:
+        yield StoredChunk(
+            place.file,
+            place.byte_offset,
+            place.stored_nbytes,
+            first + place.number,
+            tensor,
+            place.number,
+            place.codec,
+            place.first_block,
+            -(-place.nbytes // body.block_nbytes),
+            place.first_frame,
+            len(place.frames),
+        )
+
+
 _LATER = frozenset({"bad_block_index", "byte_range_mismatch"})
+
+
+def _find_simple(body: Body, columns: Columns, tensor: int) -> TensorRow | None:
+    """Return a tensor whose only chunk is raw, whole and in bounds; None to look closer.
+
+    By far the most common case, and what makes a million tensors bearable.
+    """
+    number, ndim, layout = columns.dtype[tensor], columns.ndim[tensor], columns.layout[tensor]
+    if columns.chunk_count[tensor] != 1 or number >= len(body.dtypes):
+        return None
+    if layout > len(body.layouts) or ndim > NDIM_MAX:
+        return None
+    rows = columns.rows(tensor)
+    shape, file, at = columns.shape(tensor), rows.file[0], rows.byte_offset[0]
+    if rows.codec[0] != RAW or rows.first_frame[0] or file >= len(body.files):
+        return None
+    if any(rows.numbers[:ndim]) or tuple(rows.numbers[ndim:]) != shape:
+        return None
+    dtype, data, first_block = DTYPES[body.dtypes[number]], body.files[file], rows.first_block[0]
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not 0 < nbytes <= INT63_MAX or at < data.header_nbytes or at + nbytes > data.nbytes:
+        return None
+    if first_block + -(-nbytes // body.block_nbytes) > columns.blocks:
+        return None
+    place = ChunkPlace(0, whole(shape), file, RAW, at, nbytes, nbytes, first_block)
+    return TensorRow(dtype, shape, layout, (place,))
 
 
 def _row_problems(body: Body, columns: Columns, tensor: int, name: str) -> Iterator[Problem]:
@@ -232,14 +292,14 @@ def _place_problems(
 ) -> Iterator[Problem]:
     blocks = -(-place.nbytes // body.block_nbytes)
     if place.first_block + blocks > columns.blocks:
-        yield _bad("bad_block_index", "digests lie behind the table's end", name, place.index)
+        yield _bad("bad_block_index", "digests lie behind the table's end", name, place.number)
     if place.codec == RAW:
         if place.first_frame:
-            yield _bad("bad_block_index", "a raw chunk has a frame", name, place.index)
+            yield _bad("bad_block_index", "a raw chunk has a frame", name, place.number)
     elif len(place.frames) != blocks:
-        yield _bad("bad_block_index", "frames lie behind the table's end", name, place.index)
+        yield _bad("bad_block_index", "frames lie behind the table's end", name, place.number)
     elif any(not ok for ok in _frame_lengths_fit(place, body.block_nbytes, dtype)):
-        yield _bad("bad_block_index", "the length of a frame is out of range", name, place.index)
+        yield _bad("bad_block_index", "the length of a frame is out of range", name, place.number)
     else:
         yield from _range_problems(body, place, name)
 
@@ -252,7 +312,7 @@ def _range_problems(body: Body, place: ChunkPlace, name: str) -> Iterator[Proble
             f"bytes {place.byte_offset}..{end} are not inside of the data of {file.label}, "
             f"{file.header_nbytes}..{file.nbytes}"
         )
-        yield _bad("byte_range_mismatch", message, name, place.index)
+        yield _bad("byte_range_mismatch", message, name, place.number)
 
 
 def _frame_lengths_fit(place: ChunkPlace, block_nbytes: int, dtype: Dtype) -> Iterator[bool]:
@@ -262,25 +322,21 @@ def _frame_lengths_fit(place: ChunkPlace, block_nbytes: int, dtype: Dtype) -> It
         yield 0 < stored <= decoded + extra
 
 
-# In storage order: file, byte offset, stored length, index of the chunk, tensor, place.
-_Entry = tuple[int, int, int, int, int, ChunkPlace]
-
-
 def _block_index_problems(
-    columns: Columns, places: list[_Entry], block_nbytes: int, name_of: NameOf
+    columns: Columns, order: list[StoredChunk], name_of: NameOf
 ) -> Iterator[Problem]:
     block, frame = 0, 0
-    for *_, tensor, place in places:
-        if place.first_block != block:
-            message = f"first_block is {place.first_block}, expected {block}"
-            yield _bad("bad_block_index", message, name_of(tensor), place.index)
+    for entry in order:
+        if entry.first_block != block:
+            message = f"first_block is {entry.first_block}, expected {block}"
+            yield _bad("bad_block_index", message, name_of(entry.tensor), entry.chunk)
             return
-        if place.codec != RAW and place.first_frame != frame:
-            message = f"first_frame is {place.first_frame}, expected {frame}"
-            yield _bad("bad_block_index", message, name_of(tensor), place.index)
+        if entry.codec != RAW and entry.first_frame != frame:
+            message = f"first_frame is {entry.first_frame}, expected {frame}"
+            yield _bad("bad_block_index", message, name_of(entry.tensor), entry.chunk)
             return
-        block += -(-place.nbytes // block_nbytes)
-        frame += len(place.frames)
+        block += entry.blocks
+        frame += entry.frames
     if (block, frame) != (columns.blocks, columns.frames):
         message = (
             f"chunks have {block} blocks and {frame} frames, "
@@ -289,14 +345,17 @@ def _block_index_problems(
         yield Problem("bad_block_index", message, path="$.digests")
 
 
-def _byte_range_problems(body: Body, places: list[_Entry], name_of: NameOf) -> Iterator[Problem]:
+def _byte_range_problems(
+    body: Body, order: list[StoredChunk], name_of: NameOf
+) -> Iterator[Problem]:
     ends = [file.header_nbytes for file in body.files]
-    for *_, tensor, place in places:
-        label = body.files[place.file].label
-        if place.byte_offset != ends[place.file]:
-            message = f"begins at byte {place.byte_offset} of {label}, not at {ends[place.file]}"
-            yield _bad("byte_range_mismatch", message, name_of(tensor), place.index)
-        ends[place.file] = place.byte_offset + place.stored_nbytes
+    for entry in order:
+        at = entry.byte_offset
+        if at != ends[entry.file]:
+            label = body.files[entry.file].label
+            message = f"begins at byte {at} of {label}, not at {ends[entry.file]}"
+            yield _bad("byte_range_mismatch", message, name_of(entry.tensor), entry.chunk)
+        ends[entry.file] = at + entry.stored_nbytes
     for file, end in zip(body.files, ends, strict=True):
         if end != file.nbytes:
             message = f"the chunks of {file.label} end at byte {end}, the file at {file.nbytes}"
@@ -304,14 +363,14 @@ def _byte_range_problems(body: Body, places: list[_Entry], name_of: NameOf) -> I
 
 
 def _prefix_problems(
-    body: Body, places: list[_Entry], paths: list[tuple[object, ...]], name_of: NameOf
+    body: Body, order: list[StoredChunk], paths: list[tuple[object, ...]], name_of: NameOf
 ) -> Iterator[Problem]:
-    for *_, tensor, place in places:
-        file = body.files[place.file]
+    for entry in order:
+        file, path = body.files[entry.file], paths[entry.tensor]
         count = len(file.prefix)
-        if len(paths[tensor]) <= count or paths[tensor][:count] != file.prefix:
+        if len(path) <= count or path[:count] != file.prefix:
             message = f"does not lie under {list(file.prefix)}, as {file.label} says"
-            yield _bad("prefix_mismatch", message, name_of(tensor), place.index)
+            yield _bad("prefix_mismatch", message, name_of(entry.tensor), entry.chunk)
 
 
 def _feature_problems(

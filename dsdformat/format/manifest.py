@@ -6,13 +6,14 @@ Pure. `parse_body` checks stage 3 of the spec (all but the tree's values, which 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import operator
 import sys
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsdformat.boxes import Box
 from dsdformat.errors import Problem, raise_problems
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 FRAME_NBYTES = 4 + DIGEST_NBYTES
+_WINDOW_CHUNKS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +146,14 @@ def _plain(value: Any) -> Any:
     return dict(sorted(value.items())) if isinstance(value, Mapping) else value
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRows:
-    """The chunks of one tensor, as columns; `first` is the index of the first one."""
+class ChunkRows(NamedTuple):
+    """The chunks of one tensor, as columns.
+
+    Attributes:
+        first: Index of the first one.
+        file, codec, byte_offset, first_block, first_frame: One number per chunk.
+        numbers: Of each chunk its offset and its shape.
+    """
 
     first: int
     file: array[int]
@@ -154,13 +161,22 @@ class ChunkRows:
     byte_offset: array[int]
     first_block: array[int]
     first_frame: array[int]
-    offsets: array[int]
+    numbers: array[int]
 
     def box(self, chunk: int, ndim: int) -> Box:
         """The box of the tensor's chunk with this number."""
         at = 2 * ndim * chunk
-        numbers = self.offsets[at : at + 2 * ndim]
+        numbers = self.numbers[at : at + 2 * ndim]
         return Box(tuple(numbers[:ndim]), tuple(numbers[ndim:]))
+
+
+class _Window(NamedTuple):
+    """Rows of consecutive chunks, kept since the next tensor is often the next one."""
+
+    first: int
+    stop: int
+    first_box: int
+    columns: tuple[array[int], ...]
 
 
 ReadSection = Callable[[str, int, int], bytes]
@@ -208,6 +224,7 @@ class Columns:
             if nbytes[name] != expected:
                 _wrong_length(name, nbytes[name], f"{expected} from the counts")
         self._shapes = _u64(read("shapes", 0, nbytes["shapes"]))
+        self._window = _Window(0, 0, 0, (array("Q"),) * 6)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         """The global shape of a tensor."""
@@ -216,16 +233,16 @@ class Columns:
     def rows(self, tensor: int) -> ChunkRows:
         """The chunks of a tensor."""
         first, stop = self._chunk_at[tensor], self._chunk_at[tensor + 1]
-        boxes = 16 * self._box_at[tensor], 16 * self._box_at[tensor + 1]
-        return ChunkRows(
-            first,
-            _u32(self._column(0, 4, first, stop)),
-            _u32(self._column(4, 4, first, stop)),
-            _u64(self._column(8, 8, first, stop)),
-            _u64(self._column(16, 8, first, stop)),
-            _u64(self._column(24, 8, first, stop)),
-            _u64(self._read("boxes", *boxes)),
-        )
+        window = self._window
+        if not window.first <= first <= stop <= window.stop:
+            window = self._window = self._read_window(tensor)
+        *columns, boxes = window.columns
+        low, high = first - window.first, stop - window.first
+        box_low = 2 * (self._box_at[tensor] - window.first_box)
+        box_high = 2 * (self._box_at[tensor + 1] - window.first_box)
+        file, codec, byte_offset, first_block, first_frame = (c[low:high] for c in columns)
+        numbers = boxes[box_low:box_high]
+        return ChunkRows(first, file, codec, byte_offset, first_block, first_frame, numbers)
 
     def digests(self, first: int, count: int) -> bytes:
         """The digests of some blocks, 32 bytes each."""
@@ -236,6 +253,23 @@ class Columns:
         lengths = _u32(self._read("frames", 4 * first, 4 * (first + count)))
         base = 4 * self.frames + DIGEST_NBYTES * first
         return lengths, self._read("frames", base, base + DIGEST_NBYTES * count)
+
+    def _read_window(self, tensor: int) -> _Window:
+        """Read the rows of a tensor, and of those after it while they are few."""
+        first = self._chunk_at[tensor]
+        last = bisect.bisect_right(self._chunk_at, first + _WINDOW_CHUNKS) - 1
+        last = min(max(last, tensor + 1), self.tensors)
+        stop = self._chunk_at[last]
+        boxes = 16 * self._box_at[tensor], 16 * self._box_at[last]
+        columns = (
+            _u32(self._column(0, 4, first, stop)),
+            _u32(self._column(4, 4, first, stop)),
+            _u64(self._column(8, 8, first, stop)),
+            _u64(self._column(16, 8, first, stop)),
+            _u64(self._column(24, 8, first, stop)),
+            _u64(self._read("boxes", *boxes)),
+        )
+        return _Window(first, stop, self._box_at[tensor], columns)
 
     def _column(self, before: int, width: int, first: int, stop: int) -> bytes:
         base = before * self.chunks

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from dsdformat.boxes import Box, whole
+from dsdformat.boxes import Box
 from dsdformat.format.codecs import CODECS, RAW
 from dsdformat.format.dtypes import Dtype, payload_shape
 from dsdformat.format.packing import emit
@@ -20,8 +20,7 @@ from dsdformat.limits import HEADER_ALIGNMENT, SIZE_CLASSES
 __all__ = ["HeaderEntry", "chunk_key", "emit_header", "header_json", "header_nbytes", "size_class"]
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
+class HeaderEntry(NamedTuple):
     """One chunk as a safetensors header names it.
 
     Attributes:
@@ -41,7 +40,7 @@ class HeaderEntry:
 
 def chunk_key(path: Path, shape: Sequence[int], box: Box, codec: int) -> str:
     """Return the payload key of a chunk of the tensor at this path below the file's prefix."""
-    part = None if box == whole(shape) else box
+    part = None if box.shape == tuple(shape) else box
     name = None if codec == RAW else CODECS[codec]
     return emit_key(path, _encoded_key) + emit_key_suffix(part, name)
 
@@ -50,17 +49,19 @@ def header_json(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> 
     """Return the JSON text of a header for chunks in storage order, without padding."""
     parts = []
     if metadata:
-        parts.append('"__metadata__":' + _dumps(dict(sorted(metadata.items()))))
+        pairs = (f"{_dumps(key)}:{_dumps(text)}" for key, text in sorted(metadata.items()))
+        parts.append('"__metadata__":{' + ",".join(pairs) + "}")
     at = 0
     for entry in entries:
         end = at + entry.nbytes
         raw = entry.codec == RAW
-        row = {
-            "dtype": entry.dtype.stored_as if raw else "U8",
-            "shape": payload_shape(entry.dtype, entry.shape) if raw else [entry.nbytes],
-            "data_offsets": [at, end],
-        }
-        parts.append(_dumps(entry.key) + ":" + _dumps(row))
+        dtype = entry.dtype.stored_as if raw else "U8"
+        shape = payload_shape(entry.dtype, entry.shape) if raw else [entry.nbytes]
+        numbers = ",".join(map(str, shape))
+        parts.append(
+            f'{_dumps(entry.key)}:{{"dtype":"{dtype}","shape":[{numbers}],'
+            f'"data_offsets":[{at},{end}]}}'
+        )
         at = end
     return ("{" + ",".join(parts) + "}").encode()
 
@@ -83,8 +84,7 @@ def size_class(nbytes: int) -> int:
     return next(size for size in SIZE_CLASSES if nbytes % size == 0)
 
 
-def _dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+_dumps = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def _encoded_key(key: object) -> bytes:

@@ -49,6 +49,9 @@ class Sink(Protocol):
     def close(self) -> None:
         """Make the file durable and close it."""
 
+    def discard(self) -> None:
+        """Close the file as it is: it will be removed."""
+
 
 class Target(Protocol):
     """A place where a checkpoint is made, invisible under its name until `commit`."""

@@ -96,6 +96,9 @@ class _MemorySink:
     def close(self) -> None:
         pass
 
+    def discard(self) -> None:
+        pass
+
 
 class CountingStorage:
     """Pass everything on to another storage, and keep a list of the reads.

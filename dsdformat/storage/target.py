@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -132,6 +133,7 @@ class FileSink:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._position = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         with storage_errors(path):
@@ -152,15 +154,26 @@ class FileSink:
         finally:
             os.close(self._fd)
 
+    def discard(self) -> None:
+        """Close the file as it is."""
+        os.close(self._fd)
+
     def _write(self, byte_offset: int, views: list[memoryview]) -> int:
         while views:
-            count = os.pwritev(self._fd, views, byte_offset)
+            count = self._write_some(byte_offset, views)
             byte_offset += count
             while views and count >= len(views[0]):
                 count -= len(views.pop(0))
             if count:
                 views[0] = views[0][count:]
         return byte_offset
+
+    def _write_some(self, byte_offset: int, views: list[memoryview]) -> int:
+        if hasattr(os, "pwritev"):
+            return os.pwritev(self._fd, views, byte_offset)
+        with self._position:
+            os.lseek(self._fd, byte_offset, os.SEEK_SET)
+            return os.write(self._fd, views[0])
 
 
 def _make_staging(path: Path) -> tuple[Path, int | None]:
@@ -180,9 +193,9 @@ def _clean(path: Path) -> None:
     """Remove what writers to this path left that died, and undo half a replacement."""
     replaced = replaced_path(path)
     if replaced.is_dir():
-        if os.path.lexists(path):
+        if (path / MANIFEST_LABEL).exists():
             shutil.rmtree(replaced, ignore_errors=True)
-        else:
+        elif not os.path.lexists(path):
             os.rename(replaced, path)
     prefix = f".{path.name}.dsd-partial-"
     with os.scandir(path.parent) as entries:

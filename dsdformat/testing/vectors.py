@@ -65,7 +65,7 @@ def run_case(case: Case, scratch: Path) -> list[str]:
     options = case.spec.get("options", {})
     digest = parse_digest(options["digest"]) if "digest" in options else None
     try:
-        report = verify_storage(LocalStorage(checkpoint), digest=digest)
+        report = verify_storage(LocalStorage(checkpoint), expected_root=digest)
     except DsdError as error:
         codes = {error.code}
         report = Report(str(checkpoint))
