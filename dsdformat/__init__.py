@@ -7,6 +7,7 @@ torch nor numpy; `dsdformat.numpy` and `dsdformat.torch` save and load whole sta
 from __future__ import annotations
 
 from dsdformat.boxes import Box
+from dsdformat.entries import TensorEntry
 from dsdformat.errors import (
     ArgumentError,
     ChecksumError,
@@ -34,7 +35,7 @@ from dsdformat.folders import create, open, verify
 from dsdformat.format.frame import FORMAT_VERSION
 from dsdformat.format.manifest import Mesh
 from dsdformat.format.values import Named, Scalar, Size
-from dsdformat.reader import Checkpoint, TensorEntry
+from dsdformat.reader import Checkpoint
 from dsdformat.sources import TensorSource
 from dsdformat.verify import Report
 from dsdformat.writer import PartWriter, Writer

@@ -7,19 +7,21 @@ no second encoding, and reading it is as strict as reading a checkpoint.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsdformat.boxes import Box, cut_dims, is_tiling
 from dsdformat.datafiles import ChunkJob
-from dsdformat.errors import MismatchError
+from dsdformat.errors import MismatchError, Problem, shorten
 from dsdformat.format.codecs import PLANES, RAW
-from dsdformat.format.digests import DIGEST_NBYTES
+from dsdformat.format.digests import DIGEST_NBYTES, digest
 from dsdformat.format.dtypes import DTYPES
-from dsdformat.format.frame import emit_manifest, parse_head
+from dsdformat.format.frame import FIXED_NBYTES, Head, check_prefix, emit_manifest, parse_head
 from dsdformat.format.manifest import (
     Body,
     Columns,
@@ -94,7 +96,8 @@ class Part:
         Raises:
             FormatError: it was damaged on the way.
         """
-        head = parse_head(raw[: int.from_bytes(raw[12:16], "little")], len(raw))
+        head = parse_head(raw[: check_prefix(raw[:FIXED_NBYTES], len(raw))], len(raw))
+        _check_pages(head, raw)
         nbytes = {name: section.nbytes for name, section in head.sections.items()}
 
         def read(name: str, start: int, stop: int) -> bytes:
@@ -135,6 +138,7 @@ def merge_parts(parts: Sequence[Part]) -> Part:
     """
     if len(parts) == 1:
         return _sorted_files(parts[0])
+    _check_agreement(parts)
     files: list[DataFile] = []
     merged: list[TensorRecord] = []
     trees = []
@@ -277,6 +281,8 @@ def _find_gap(tensor: TensorRecord) -> str | None:
     boxes = [chunk.box for chunk in tensor.chunks]
     if not boxes:
         return f"{tensor.name}: no writer has a chunk of it"
+    if not all(box.fits(tensor.shape) for box in boxes):
+        return f"{tensor.name}: a box is not inside of the shape {list(tensor.shape)}"
     if 0 in tensor.shape:
         return None if len(boxes) == 1 else f"{tensor.name}: empty, and stored twice"
     dims = cut_dims(tensor.shape, boxes)
@@ -322,6 +328,30 @@ def _tied(union: Any) -> Any:
 
 def _keyed(part: int, tensor: int) -> tuple[int, int]:
     return part, tensor
+
+
+def _check_agreement(parts: Sequence[Part]) -> None:
+    """Refuse parts of different checkpoints, and two parts of one rank."""
+    options = {(part.block_nbytes, part.world_size) for part in parts}
+    labels = [file.label.lower() for part in parts for file in part.files]
+    if len(options) > 1:
+        raise MismatchError(
+            "writers disagree on block_nbytes or world_size: " + shorten(sorted(options)),
+            code="state_conflict",
+        )
+    if len(set(labels)) < len(labels):
+        repeated = sorted(label for label, count in Counter(labels).items() if count > 1)
+        raise MismatchError(
+            f"two writers have the same rank: both wrote {repeated[0]}", code="state_conflict"
+        )
+
+
+def _check_pages(head: Head, raw: bytes) -> None:
+    for index, (begin, end) in enumerate(itertools.pairwise(head.page_offsets)):
+        at = DIGEST_NBYTES * index
+        if digest(raw[begin:end]) != head.page_digests[at : at + DIGEST_NBYTES]:
+            message = f"a part was damaged on its way to the coordinator, at byte {begin}"
+            raise Problem("page_checksum_mismatch", message, byte_offset=begin).error()
 
 
 def _shift_files(part: Part, by: int) -> None:

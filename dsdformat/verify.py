@@ -81,7 +81,7 @@ def verify_storage(
             storage.name,
             root=checkpoint.root,
             tensors=len(checkpoint),
-            chunks=checkpoint._columns.chunks,
+            chunks=checkpoint.table.columns.chunks,
             files=len(checkpoint.data_files),
             nbytes=sum(checkpoint.data_files.values()),
             problems=tuple(problems),
@@ -93,10 +93,11 @@ class _Verifier:
     def __init__(self, checkpoint: Checkpoint, storage: Storage, progress: Progress | None) -> None:
         self.checkpoint = checkpoint
         self.storage = storage
-        self.body = checkpoint._body
-        self.columns = checkpoint._columns
-        self.blocks: BlockReader = checkpoint._blocks
-        self.workers: Workers = checkpoint._workers
+        self.table = checkpoint.table
+        self.body = self.table.body
+        self.columns = self.table.columns
+        self.blocks: BlockReader = self.table.blocks
+        self.workers: Workers = self.table.workers
         self.progress = progress
         self.total = sum(file.nbytes for file in self.body.files)
         self.done = 0
@@ -110,9 +111,9 @@ class _Verifier:
                 self.body,
                 self.columns,
                 checkpoint.features,
-                checkpoint._manifest.compressed,
-                checkpoint._decoded.paths,
-                checkpoint._name,
+                self.table.manifest.compressed,
+                self.table.decoded.paths,
+                self.table.name,
             )
         if problems:
             return problems
@@ -130,7 +131,7 @@ class _Verifier:
         return problems
 
     def _read_unknown_sections(self) -> None:
-        manifest = self.checkpoint._manifest
+        manifest = self.table.manifest
         for name, nbytes in manifest.section_nbytes().items():
             for at in range(0, nbytes if name not in SECTIONS else 0, MIB):
                 manifest.read(name, at, min(at + MIB, nbytes))
@@ -158,9 +159,9 @@ class _Verifier:
         return [Problem("header_mismatch", message, where=file.label, byte_offset=at, hint=hint)]
 
     def _header_entries(self, file: DataFile, chunks: list[StoredChunk]) -> Iterator[HeaderEntry]:
-        paths = self.checkpoint._decoded.paths
+        paths = self.table.decoded.paths
         for entry in chunks:
-            row = self.checkpoint._row(entry.tensor)
+            row = self.table.row(entry.tensor)
             box = row.chunks[entry.chunk].box
             path: Any = paths[entry.tensor][len(file.prefix) :]
             key = chunk_key(path, row.shape, box, entry.codec)
@@ -202,7 +203,7 @@ class _Verifier:
         suspects = group if len(group) == 1 else self._mismatches(group)
         problems: list[Problem] = []
         for entry in suspects:
-            row = self.checkpoint._row(entry.tensor)
+            row = self.table.row(entry.tensor)
             place = row.chunks[entry.chunk]
             problems += self.blocks.find_block_problems(entry.tensor, row, place)
         return problems

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsdformat.entries import TensorEntry
 from dsdformat.errors import DsdError
 from dsdformat.format.digests import parse_digest
 from dsdformat.format.packing import emit
 from dsdformat.format.values import encode_key
-from dsdformat.reader import Checkpoint, TensorEntry
+from dsdformat.reader import Checkpoint
 from dsdformat.storage.local import LocalStorage
 from dsdformat.verify import Report, verify_storage
 

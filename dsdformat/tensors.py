@@ -1,0 +1,218 @@
+"""The tensors of a checkpoint that is open, by index: rows, names, bytes, content digests.
+
+What `reader` and `verify` share. Knows nothing of the user's containers: a tensor here is a number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dsdformat.blocks import BlockReader, Request, Workers
+from dsdformat.boxes import Box, flat_boxes, whole
+from dsdformat.errors import ArgumentError, Problem, raise_problems
+from dsdformat.format.checks import TensorRow, check_tensor
+from dsdformat.format.codecs import RAW
+from dsdformat.format.decoding import Tree, decode_tree
+from dsdformat.format.digests import DIGEST_NBYTES, digest, tensor_content_digest
+from dsdformat.format.manifest import Body, Columns, parse_body
+from dsdformat.format.packing import emit, parse
+from dsdformat.format.paths import emit_name
+from dsdformat.format.values import encode_key
+from dsdformat.garbage import paused_gc
+from dsdformat.limits import LEAF_NBYTES
+from dsdformat.sections import ManifestFile
+from dsdformat.storage.base import Storage
+
+__all__ = ["TensorTable", "key_bytes"]
+
+_CACHED_ROWS = 256
+
+
+class TensorTable:
+    """A checkpoint whose manifest passed stages 1 to 3 of the spec.
+
+    Attributes:
+        storage, manifest, body, columns, decoded: What was opened and decoded.
+        blocks, workers: What reads data.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        verify: bool,
+        expected_root: bytes | None,
+        threads: int | None,
+    ) -> None:
+        self.storage = storage
+        self._verify = verify
+        self._closed = False
+        self.manifest = ManifestFile(storage, expected_root=expected_root)
+        with paused_gc():
+            self.body: Body = self._parse_body()
+            self.decoded: Tree = decode_tree(self.body.tree)
+        raise_problems(self.decoded.problems)
+        self.columns = Columns(self.manifest.section_nbytes(), self.manifest.read)
+        self._check_references()
+        self.workers = Workers(threads)
+        self.blocks = BlockReader(storage, self.body, self.columns, self.workers, self.name)
+        self._rows: dict[int, TensorRow] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self.columns.tensors
+
+    def close(self) -> None:
+        """Close the files; what was read, and maps, stay valid."""
+        if not self._closed:
+            self._closed = True
+            self.workers.close()
+            self.storage.close()
+
+    def path(self, index: int) -> tuple[Any, ...]:
+        """The first path that leads to a tensor."""
+        return self.decoded.paths[index]
+
+    def paths(self, index: int) -> list[tuple[Any, ...]]:
+        """All paths that lead to a tensor."""
+        return self.decoded.aliases.get(index, [self.decoded.paths[index]])
+
+    def name(self, index: int) -> str:
+        """The display name of a tensor."""
+        return emit_name(self.decoded.paths[index], key_bytes)
+
+    def dtype(self, index: int) -> str:
+        """The logical dtype of a tensor; `?` where the row is damaged."""
+        number = self.columns.dtype[index]
+        return self.body.dtypes[number] if number < len(self.body.dtypes) else "?"
+
+    def row(self, index: int) -> TensorRow:
+        """Return a tensor's row, checked (R-18.1); the last few are kept."""
+        row = self._rows.get(index)
+        if row is not None:
+            return row
+        row, problems = check_tensor(self.body, self.columns, index, self.name)
+        raise_problems(problems)
+        assert row is not None
+        with self._lock:
+            if len(self._rows) >= _CACHED_ROWS:
+                self._rows.clear()
+            self._rows[index] = row
+        return row
+
+    def read(self, index: int, box: Box | None, into: Any, verify: bool | None) -> memoryview:
+        """Read a box; see `Checkpoint.read`."""
+        self._check_open()
+        row = self.row(index)
+        box = whole(row.shape) if box is None else box
+        if not box.fits(row.shape):
+            raise ArgumentError(
+                f"box {box} is not inside of {self.name(index)} of shape {list(row.shape)}",
+                code="box_out_of_bounds",
+            )
+        view = _writable(into, box.numel * row.dtype.itemsize)
+        if len(view):
+            wanted = self._verify if verify is None else verify
+            self.blocks.read(Request(index, row, box, view), verify=wanted)
+        return view
+
+    def read_all(self, into: Sequence[Any], verify: bool | None) -> None:
+        """Read all tensors; see `Checkpoint.read_all`."""
+        self._check_open()
+        if len(into) != len(self):
+            raise ArgumentError(f"{len(into)} buffers for {len(self)} tensors", code="bad_argument")
+        with paused_gc():
+            requests = list(map(self._request, range(len(self)), into))
+        self.blocks.read_many(requests, verify=self._verify if verify is None else verify)
+
+    def map(self, index: int) -> memoryview:
+        """Map a tensor; see `TensorEntry.map`."""
+        self._check_open()
+        row = self.row(index)
+        if len(row.chunks) != 1 or row.chunks[0].codec != RAW:
+            why = "it is compressed" if len(row.chunks) == 1 else f"it has {len(row.chunks)} chunks"
+            raise ArgumentError(
+                f"{self.name(index)} cannot be mapped: {why}",
+                code="cannot_map",
+                hint="read it instead",
+            )
+        chunk = row.chunks[0]
+        self.blocks.check_file(chunk.file)
+        view = self.storage.map(self.body.files[chunk.file].label)
+        if view is None:
+            raise ArgumentError(f"{self.storage.name} has no maps", code="cannot_map")
+        return view[chunk.byte_offset : chunk.byte_offset + chunk.nbytes]
+
+    def content_digest(self, index: int) -> bytes:
+        """Return the content digest of a tensor (R-13.1)."""
+        row = self.row(index)
+        return tensor_content_digest(row.dtype.name, row.shape, self._leaves(index, row))
+
+    def known_content_digest(self, index: int) -> bytes | None:
+        """Return the content digest of a tensor if the manifest alone gives it."""
+        row = self.row(index)
+        return self.content_digest(index) if self._knows_leaves(row) else None
+
+    def _parse_body(self) -> Body:
+        nbytes = self.manifest.section_nbytes()["body"]
+        return parse_body(parse(self.manifest.read("body", 0, nbytes)))
+
+    def _check_references(self) -> None:
+        met = len(self.decoded.paths)
+        if met != self.columns.tensors:
+            raise Problem(
+                "bad_tensor_reference",
+                f"the tree refers to {met} tensors, the table has {self.columns.tensors}",
+                path="$.tree",
+            ).error()
+
+    def _request(self, index: int, into: Any) -> Request:
+        row = self.row(index)
+        box = whole(row.shape)
+        return Request(index, row, box, _writable(into, box.numel * row.dtype.itemsize))
+
+    def _leaves(self, index: int, row: TensorRow) -> Iterator[bytes]:
+        if self._knows_leaves(row):
+            count = -(-row.chunks[0].nbytes // LEAF_NBYTES)
+            table = self.columns.digests(row.chunks[0].first_block, count)
+            for at in range(0, len(table), DIGEST_NBYTES):
+                yield table[at : at + DIGEST_NBYTES]
+            return
+        itemsize = row.dtype.itemsize
+        count, step = whole(row.shape).numel, LEAF_NBYTES // itemsize
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            buffer = memoryview(bytearray((stop - start) * itemsize))
+            at = 0
+            for box in flat_boxes(row.shape, start, stop):
+                end = at + box.numel * itemsize
+                self.read(index, box, buffer[at:end], True)
+                at = end
+            yield digest(buffer)
+
+    def _knows_leaves(self, row: TensorRow) -> bool:
+        return len(row.chunks) == 1 and self.body.block_nbytes == LEAF_NBYTES
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ArgumentError(f"{self.storage.name} was closed", code="closed")
+
+
+def _writable(into: Any, nbytes: int) -> memoryview:
+    if into is None:
+        return memoryview(bytearray(nbytes))
+    view = memoryview(into)
+    if view.readonly or not view.c_contiguous:
+        raise ArgumentError("into is not writable and contiguous", code="bad_argument")
+    if view.nbytes != nbytes:
+        raise ArgumentError(
+            f"into has {view.nbytes} bytes, the box has {nbytes}", code="bad_argument"
+        )
+    return view.cast("B") if view.ndim and nbytes else memoryview(into).cast("B")
+
+
+def key_bytes(key: Any) -> bytes:
+    """Return the canonical bytes of a dict key."""
+    return emit(encode_key(key))
