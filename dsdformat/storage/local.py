@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import mmap
 import os
 import stat
@@ -40,7 +41,7 @@ class LocalStorage:
         if not self._path.is_dir():
             replaced = replaced_path(self._path)
             if os.path.lexists(self._path) or not replaced.is_dir():
-                raise Problem("no_manifest", f"{self._path} is not a folder").error()
+                raise _no_folder(self._path)
             self._path = replaced
         if os.open in os.supports_dir_fd:
             with storage_errors(self._path):
@@ -160,6 +161,18 @@ class _File:
             last = self.users == 0
         if last:
             os.close(self.fd)
+
+
+def _no_folder(path: Path) -> Exception:
+    if os.path.lexists(path):
+        return Problem(
+            "no_manifest",
+            f"{path} is not a folder",
+            hint="a checkpoint is a folder; give the folder, not a file in it",
+        ).error()
+    unfinished = any(path.parent.glob(f".{glob.escape(path.name)}.dsd-partial-*"))
+    hint = "a save to it was begun and not completed" if unfinished else None
+    return Problem("no_manifest", f"{path} does not exist", hint=hint).error()
 
 
 def replaced_path(path: Path) -> Path:
