@@ -12,6 +12,8 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from dsdformat.errors import ArgumentError
+
 __all__ = ["Box", "copy_runs", "cut_dims", "flat_boxes", "is_tiling", "whole"]
 
 
@@ -24,9 +26,11 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.shape):
-            raise ValueError(f"offset has {len(self.offset)} dims, shape {len(self.shape)}")
+            message = f"offset has {len(self.offset)} dims, shape {len(self.shape)}"
+            raise ArgumentError(message, code="bad_argument")
         if self.offset and (min(self.offset) < 0 or min(self.shape) < 0):
-            raise ValueError(f"negative number in box {self.offset} + {self.shape}")
+            message = f"negative number in box {self.offset} + {self.shape}"
+            raise ArgumentError(message, code="bad_argument")
 
     @property
     def end(self) -> tuple[int, ...]:

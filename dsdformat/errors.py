@@ -304,7 +304,10 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 
 def shorten(value: object) -> str:
     """Render a value for a message, cut to 200 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # an object's own code, or an int that Python does not print
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= REPR_MAX else text[: REPR_MAX - 1] + "…"
 
 

@@ -9,6 +9,7 @@ __all__ = ["file_labels"]
 
 ROOT_STEM, ROOT_STEM_TAKEN = "model", "tensors"
 _STEM_MAX = 100
+_NUMBERED = re.compile(r"-[0-9]{5}-of-[0-9]{5}(-part[0-9]+)?\Z")
 _OUTSIDE = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -47,6 +48,8 @@ def _stems(prefixes: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
         plain = _OUTSIDE.sub("_", prefix[0])[:_STEM_MAX] if prefix else ROOT_STEM
         if not plain or plain[0] in ".-":
             plain = "_" + plain
+        if _NUMBERED.search(plain):
+            plain += "_"  # else it could be the label of a file of another section
         if not prefix and plain in taken:
             plain = ROOT_STEM_TAKEN
         stem, number = plain, 1

@@ -98,7 +98,9 @@ def save(
         if isinstance(value, np.generic) and not isinstance(value, (np.str_, np.bytes_)):
             return _scalar(value, place)
         if isinstance(value, np.dtype):
-            return Named("numpy.dtype", _name(value, place))
+            if value not in _NAMES:
+                raise _unsupported_dtype(value, place)
+            return Named("numpy.dtype", _NAMES[value])
         return NotImplemented
 
     with folders.create(
@@ -204,13 +206,17 @@ def _scalar(value: Any, place: Sequence[Any]) -> Scalar:
 def _name(dtype: Any, place: Sequence[Any]) -> str:
     name = _NAMES.get(dtype if dtype.names else dtype.newbyteorder("="))
     if name is None:
-        raise UnsupportedValueError(
-            f"{render_path(place)}: the numpy dtype {shorten(dtype)} cannot be stored",
-            code="unsupported_dtype",
-            path_in_tree=render_path(place),
-            hint="convert it to numbers first, as with astype or view",
-        )
+        raise _unsupported_dtype(dtype, place)
     return name
+
+
+def _unsupported_dtype(dtype: Any, place: Sequence[Any]) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        f"{render_path(place)}: the numpy dtype {shorten(dtype)} cannot be stored",
+        code="unsupported_dtype",
+        path_in_tree=render_path(place),
+        hint="convert it to numbers first, as with astype or view",
+    )
 
 
 def _little(dtype: Any) -> Any:

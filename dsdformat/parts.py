@@ -17,7 +17,8 @@ from typing import Any
 
 from dsdformat.boxes import Box, cut_dims, is_tiling
 from dsdformat.datafiles import ChunkJob
-from dsdformat.errors import MismatchError, Problem, shorten
+from dsdformat.errors import MismatchError, Problem, raise_problems, shorten
+from dsdformat.format.bodies import find_body_problems
 from dsdformat.format.codecs import PLANES, RAW
 from dsdformat.format.digests import DIGEST_NBYTES, digest
 from dsdformat.format.dtypes import DTYPES
@@ -105,7 +106,9 @@ class Part:
             at = head.page_offsets[head.sections[name].first_page]
             return raw[at + start : at + stop]
 
-        body = parse_body(parse(read("body", 0, nbytes["body"])))
+        fields = parse(read("body", 0, nbytes["body"]))
+        raise_problems(find_body_problems(fields))
+        body = parse_body(fields)
         columns = Columns(nbytes, read)
         tensors = [_tensor_record(body, columns, index, rank) for index in range(columns.tensors)]
         return Part(body.tree, tensors, list(body.files), body.block_nbytes, body.world_size)

@@ -41,6 +41,7 @@ class Checkpoint:
         verify: bool = True,
         digest: bytes | None = None,
         threads: int | None = None,
+        check_pages: bool = False,
     ) -> None:
         """Open the manifest: stages 1 to 3 of the spec, and the lengths of the columns.
 
@@ -49,8 +50,15 @@ class Checkpoint:
             verify: Whether reads compare blocks with their digests.
             digest: The root digest that the checkpoint must have, or None.
             threads: How many threads read; up to 8 if None.
+            check_pages: Whether to verify all pages of the manifest now.
         """
-        self.table = TensorTable(storage, verify=verify, expected_root=digest, threads=threads)
+        self.table = TensorTable(
+            storage,
+            verify=verify,
+            expected_root=digest,
+            threads=threads,
+            check_pages=check_pages,
+        )
         head = self.table.manifest.head
         self.root = head.root.hex()
         self.format_version = (FORMAT_VERSION[0], head.minor)

@@ -47,16 +47,7 @@ class ManifestFile:
             ).error() from None
         prefix = self._read(0, min(FIXED_NBYTES, self.nbytes))
         head = self._read(0, check_prefix(prefix, self.nbytes))
-        self.head: Head = parse_head(head, self.nbytes)
-        if expected_root is not None and expected_root != self.head.root:
-            raise Problem(
-                "digest_mismatch",
-                f"{storage.name} is another checkpoint: expected root digest "
-                f"{expected_root.hex()}, got {self.head.root.hex()}",
-                where=MANIFEST_LABEL,
-                expected=expected_root.hex(),
-                actual=self.head.root.hex(),
-            ).error()
+        self.head: Head = parse_head(head, self.nbytes, expected_root)
 
     @property
     def compressed(self) -> bool:
@@ -93,6 +84,19 @@ class ManifestFile:
             out[low - start : high - start] = data[low - base : high - base]
         return bytes(out)
 
+    def check_pages(self) -> None:
+        """Verify and decode every page: first all digests, then what is compressed.
+
+        Raises:
+            FormatError: `page_checksum_mismatch` or `bad_compressed_data`.
+        """
+        for index in range(len(self.head.page_offsets) - 1):
+            begin, end = self.head.page_offsets[index : index + 2]
+            self._verified(index, self._read(begin, end - begin))
+        for name, section in self.head.sections.items():
+            for _ in self._pages(name, 0, section.pages):
+                pass
+
     def _page(self, name: str, number: int) -> bytes:
         index = self.head.sections[name].first_page + number
         with self._lock:
@@ -117,28 +121,39 @@ class ManifestFile:
             for number in range(begin, end):
                 index = section.first_page + number
                 stored = raw[offsets[index] - base : offsets[index + 1] - base]
-                nbytes = section.page_nbytes(number)
-                yield number, self._decode(name, number, index, stored, nbytes)
+                self._verified(index, stored)
+                yield number, self._decoded(name, number, stored, section.page_nbytes(number))
 
-    def _decode(self, name: str, number: int, index: int, stored: bytes, nbytes: int) -> bytes:
+    def _verified(self, index: int, stored: bytes) -> bytes:
         at = index * DIGEST_NBYTES
         expected = self.head.page_digests[at : at + DIGEST_NBYTES]
         actual = digest(stored)
         if actual == expected:
-            return decompress_piece(stored, nbytes)
-        offset = self.head.page_offsets[index]
+            return stored
+        section = next(s for s in self.head.sections.values() if index < s.first_page + s.pages)
+        begin, end = self.head.page_offsets[index : index + 2]
         raise Problem(
             "page_checksum_mismatch",
-            f"checksum mismatch in page {number} of section {name} ({MANIFEST_LABEL}, bytes "
-            f"{offset}..{offset + len(stored)}): expected blake3 {expected.hex()}, "
-            f"got {actual.hex()}",
+            f"checksum mismatch in page {index - section.first_page} of section {section.name} "
+            f"({MANIFEST_LABEL}, bytes {begin}..{end}): expected blake3 {expected.hex()[:16]}…, "
+            f"got {actual.hex()[:16]}…",
             where=MANIFEST_LABEL,
-            byte_offset=offset,
-            byte_end=offset + len(stored),
-            path=f"$.{name}",
+            byte_offset=begin,
+            byte_end=end,
+            path=f"$.{section.name}",
             expected=expected.hex(),
             actual=actual.hex(),
+            hint="the file was damaged after it was written; restore it from another copy",
         ).error()
+
+    def _decoded(self, name: str, number: int, stored: bytes, nbytes: int) -> bytes:
+        try:
+            return decompress_piece(stored, nbytes)
+        except FormatError as error:
+            message = f"page {number} of section {name} ({MANIFEST_LABEL}): {error.message}"
+            raise Problem(
+                error.code, message, where=MANIFEST_LABEL, path=f"$.{name}"
+            ).error() from None
 
     def _read(self, byte_offset: int, nbytes: int) -> bytes:
         buffer = bytearray(nbytes)

@@ -11,11 +11,13 @@ from typing import Any
 
 from dsdformat.blocks import BlockReader, Request, Workers
 from dsdformat.boxes import Box, flat_boxes, whole
-from dsdformat.errors import ArgumentError, Problem, raise_problems
+from dsdformat.errors import ArgumentError, Problem, raise_problems, shorten
+from dsdformat.format.bodies import find_body_problems
 from dsdformat.format.checks import TensorRow, check_tensor
 from dsdformat.format.codecs import RAW
 from dsdformat.format.decoding import Tree, decode_tree
 from dsdformat.format.digests import DIGEST_NBYTES, digest, tensor_content_digest
+from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.manifest import Body, Columns, parse_body
 from dsdformat.format.packing import emit, parse
 from dsdformat.format.paths import emit_name
@@ -45,17 +47,21 @@ class TensorTable:
         verify: bool,
         expected_root: bytes | None,
         threads: int | None,
+        check_pages: bool = False,
     ) -> None:
         self.storage = storage
         self._verify = verify
         self._closed = False
         self.manifest = ManifestFile(storage, expected_root=expected_root)
         with paused_gc():
-            self.body: Body = self._parse_body()
-            self.decoded: Tree = decode_tree(self.body.tree)
-        raise_problems(self.decoded.problems)
+            raw = self._parse_body()
+            self.decoded: Tree = decode_tree(raw["tree"])
+        raise_problems([*find_body_problems(raw), *self.decoded.problems])
+        self.body: Body = parse_body(raw)
+        if check_pages:
+            self.manifest.check_pages()
         self.columns = Columns(self.manifest.section_nbytes(), self.manifest.read)
-        self._check_references()
+        raise_problems(list(self._reference_problems()))
         self.workers = Workers(threads)
         self.blocks = BlockReader(storage, self.body, self.columns, self.workers, self.name)
         self._rows: dict[int, TensorRow] = {}
@@ -155,18 +161,27 @@ class TensorTable:
         row = self.row(index)
         return self.content_digest(index) if self._knows_leaves(row) else None
 
-    def _parse_body(self) -> Body:
+    def _parse_body(self) -> dict[str, Any]:
         nbytes = self.manifest.section_nbytes()["body"]
-        return parse_body(parse(self.manifest.read("body", 0, nbytes)))
+        raw = parse(self.manifest.read("body", 0, nbytes))
+        if type(raw) is not dict or "tree" not in raw:
+            raise_problems(find_body_problems(raw))
+        assert isinstance(raw, dict)
+        return raw
 
-    def _check_references(self) -> None:
+    def _reference_problems(self) -> Iterator[Problem]:
+        """What the tree and the table of dtypes refer to (R-9.2, R-11.9)."""
+        for number, name in enumerate(self.body.dtypes):
+            if name not in DTYPES:
+                path = f"$.dtypes[{number}]"
+                message = f"{path}: the dtype {shorten(name)} is not known"
+                hint = "install a newer version of dsdformat"
+                yield Problem("unknown_dtype", message, path=path, hint=hint)
+        yield from self.decoded.disorder
         met = len(self.decoded.paths)
-        if met != self.columns.tensors:
-            raise Problem(
-                "bad_tensor_reference",
-                f"the tree refers to {met} tensors, the table has {self.columns.tensors}",
-                path="$.tree",
-            ).error()
+        if met != self.columns.tensors and not self.decoded.disorder:
+            message = f"the tree refers to {met} tensors, the table has {self.columns.tensors}"
+            yield Problem("bad_tensor_reference", message, path="$.tree")
 
     def _request(self, index: int, into: Any) -> Request:
         row = self.row(index)

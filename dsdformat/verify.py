@@ -11,7 +11,6 @@ from dsdformat.errors import FormatError, Problem, raise_problems
 from dsdformat.format.checks import StoredChunk, check_columns
 from dsdformat.format.codecs import RAW
 from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
-from dsdformat.format.frame import SECTIONS
 from dsdformat.format.manifest import DataFile, SideFile
 from dsdformat.format.payload import HeaderEntry, chunk_key, emit_header, header_json
 from dsdformat.garbage import paused_gc
@@ -66,7 +65,7 @@ def verify_storage(
 ) -> Report:
     """Do all stages of the spec on a checkpoint; see `dsdformat.verify`."""
     try:
-        checkpoint = Checkpoint(storage, digest=expected_root, threads=threads)
+        checkpoint = Checkpoint(storage, digest=expected_root, threads=threads, check_pages=True)
     except FormatError as error:
         storage.close()
         return Report(storage.name, problems=error.problems)
@@ -105,7 +104,6 @@ class _Verifier:
     def run(self) -> list[Problem]:
         """Stages 4 to 6; each only if the one before found nothing."""
         checkpoint = self.checkpoint
-        self._read_unknown_sections()
         with paused_gc():
             order, problems = check_columns(
                 self.body,
@@ -129,12 +127,6 @@ class _Verifier:
             for entries in chunks:
                 problems += self._block_problems(entries)
         return problems
-
-    def _read_unknown_sections(self) -> None:
-        manifest = self.table.manifest
-        for name, nbytes in manifest.section_nbytes().items():
-            for at in range(0, nbytes if name not in SECTIONS else 0, MIB):
-                manifest.read(name, at, min(at + MIB, nbytes))
 
     def _file_problems(
         self, index: int, file: DataFile, chunks: list[StoredChunk]

@@ -11,8 +11,7 @@ from typing import Any
 
 from dsdformat.errors import Problem, shorten
 from dsdformat.format.digests import DIGEST_NBYTES
-from dsdformat.format.dtypes import DTYPES
-from dsdformat.limits import BLOCK_NBYTES_MAX, BLOCK_NBYTES_MIN, INT63_MAX
+from dsdformat.limits import BLOCK_NBYTES_MAX, BLOCK_NBYTES_MIN, INT63_MAX, INT_MAX
 
 __all__ = [
     "BODY_KEYS",
@@ -43,7 +42,8 @@ MESH_KEYS = ("axes", "ranks", "shape")
 LAYOUT_KEYS = ("mesh", "placements")
 
 _LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\Z")
-_PLACEMENT = re.compile(r"(replicate|shard\((0|[1-9]\d*)\)|strided_shard\((0|[1-9]\d*),\d+\))\Z")
+_NUMBER = "(0|[1-9][0-9]*)"
+_PLACEMENT = re.compile(rf"(replicate|shard\({_NUMBER}\)|strided_shard\({_NUMBER},{_NUMBER}\))\Z")
 
 Problems = Iterator[Problem]
 
@@ -61,8 +61,8 @@ def find_body_problems(raw: Any) -> list[Problem]:
     for key, check in _CHECKS.items():
         if key in raw:
             problems += check(raw[key])
+    problems += _labels(raw)
     if not problems:
-        problems += _labels(raw)
         problems += _references(raw)
     return problems
 
@@ -116,11 +116,6 @@ def _dtypes(value: Any) -> Problems:
         return
     if any(a >= b for a, b in zip(value, value[1:], strict=False)):
         yield _bad("$.dtypes", "not in ascending order")
-    for index, name in enumerate(value):
-        if name not in DTYPES:
-            yield _bad(
-                f"$.dtypes[{index}]", f"the dtype {shorten(name)} is not known", "unknown_dtype"
-            )
 
 
 def _extensions(value: Any) -> Problems:
@@ -139,7 +134,7 @@ def _file(path: str, row: dict[str, Any]) -> Problems:
         yield _bad(f"{path}.prefix", "not an array of strings")
     if not _is_text_map(row["metadata"]):
         yield _bad(f"{path}.metadata", "not a map of strings")
-    if not _is_int(row["rank"]):
+    if not _is_int(row["rank"], 0, INT_MAX):
         yield _bad(f"{path}.rank", "not a rank")
 
 
@@ -167,7 +162,7 @@ def _mesh(path: str, row: dict[str, Any]) -> Problems:
 
 def _layout(path: str, row: dict[str, Any]) -> Problems:
     placements = row["placements"]
-    if not _is_int(row["mesh"]):
+    if not _is_int(row["mesh"], 0, INT_MAX):
         yield _bad(f"{path}.mesh", "not an index")
     if not _is_list(placements, str) or not all(map(_PLACEMENT.match, placements)):
         yield _bad(f"{path}.placements", "not an array of placements")
@@ -179,7 +174,7 @@ def _user(value: Any) -> Problems:
 
 
 def _world_size(value: Any) -> Problems:
-    if not _is_int(value, 1):
+    if not _is_int(value, 1, INT_MAX):
         yield _bad("$.world_size", f"{shorten(value)} is not a number of ranks")
 
 
@@ -199,16 +194,25 @@ _CHECKS: dict[str, Callable[[Any], Problems]] = {
 def _labels(raw: dict[str, Any]) -> Problems:
     seen = {MANIFEST_LABEL: "the manifest"}
     for name in ("files", "sides"):
-        labels = [row["label"] for row in raw[name]]
+        rows = raw.get(name)
+        labels = [_label(row) for row in rows] if type(rows) is list else []
         for index, label in enumerate(labels):
             path = f"$.{name}[{index}].label"
+            if label is None:
+                continue
             if not is_label(label):
                 yield _bad(path, f"{shorten(label)} is not a plain file name", "bad_label")
             elif label.lower() in seen:
                 yield _bad(path, f"{label} is also {seen[label.lower()]}", "duplicate_label")
             seen[label.lower()] = path
-        if any(a > b for a, b in zip(labels, labels[1:], strict=False)):
+        known = [label for label in labels if label is not None]
+        if any(a > b for a, b in zip(known, known[1:], strict=False)):
             yield _bad(f"$.{name}", "not in ascending order of labels")
+
+
+def _label(row: Any) -> str | None:
+    label = row.get("label") if type(row) is dict else None
+    return label if type(label) is str else None
 
 
 def _references(raw: dict[str, Any]) -> Problems:

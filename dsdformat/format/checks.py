@@ -83,6 +83,16 @@ def check_tensor(
     Returns:
         The tensor, or None if it has problems; and the problems.
     """
+    row, problems = _check_row(body, columns, tensor, name_of)
+    if row is not None:
+        problems += _index_problems(body, columns, row, name_of(tensor))
+        problems = problems or list(_range_problems(body, row, name_of(tensor)))
+    return (None if problems else row), problems
+
+
+def _check_row(
+    body: Body, columns: Columns, tensor: int, name_of: NameOf
+) -> tuple[TensorRow | None, list[Problem]]:
     simple = _find_simple(body, columns, tensor)
     if simple is not None:
         return simple, []
@@ -99,14 +109,11 @@ def check_tensor(
     problems += [] if problems else list(_tiling_problems(shape, boxes, name))
     if problems:
         return None, problems
-    places: list[ChunkPlace] = []
-    for chunk, box in enumerate(boxes):
-        place = _place(body, columns, rows, chunk, box, box.numel * dtype.itemsize)
-        problems += _place_problems(body, columns, dtype, place, name)
-        places.append(place)
-    if problems:
-        return None, problems
-    return TensorRow(dtype, shape, columns.layout[tensor], tuple(places)), []
+    places = tuple(
+        _place(body, columns, rows, chunk, box, box.numel * dtype.itemsize)
+        for chunk, box in enumerate(boxes)
+    )
+    return TensorRow(dtype, shape, columns.layout[tensor], places), []
 
 
 def check_columns(
@@ -128,23 +135,19 @@ def check_columns(
     Returns:
         All chunks in storage order, and the problems.
     """
-    if len(paths) != columns.tensors:
-        message = f"the tree refers to {len(paths)} tensors, the table has {columns.tensors}"
-        return [], [Problem("bad_tensor_reference", message, path="$.tensors")]
     problems: list[Problem] = []
-    later: list[Problem] = []
+    indexes: list[Problem] = []
     order: list[StoredChunk] = []
     for tensor in range(columns.tensors):
-        row, found = check_tensor(body, columns, tensor, name_of)
+        row, found = _check_row(body, columns, tensor, name_of)
+        problems += found
         if row is not None:
+            indexes += _index_problems(body, columns, row, name_of(tensor))
             order += _stored_chunks(body, row, tensor, len(order))
-            continue
-        problems += [p for p in found if p.code not in _LATER]
-        later += [p for p in found if p.code in _LATER]
-    if problems or later:
-        return [], problems or later
+    if problems:
+        return [], problems
     order.sort()
-    indexes = list(_block_index_problems(columns, order, name_of))
+    indexes = indexes or list(_block_index_problems(columns, order, name_of))
     return order, [
         *indexes,
         *([] if indexes else _byte_range_problems(body, order, name_of)),
@@ -169,9 +172,6 @@ def _stored_chunks(body: Body, row: TensorRow, tensor: int, first: int) -> Itera
             place.first_frame,
             len(place.frames),
         )
-
-
-_LATER = frozenset({"bad_block_index", "byte_range_mismatch"})
 
 
 def _find_simple(body: Body, columns: Columns, tensor: int) -> TensorRow | None:
@@ -225,10 +225,6 @@ def _chunk_problems(
         yield _bad(
             "bad_reference", f"data file {rows.file[chunk]} is not in the table", name, chunk
         )
-    if codec not in CODECS:
-        yield _bad("unknown_codec", f"codec {codec} is not known", name, chunk)
-    elif codec == PLANES and dtype.itemsize == 1:
-        yield _bad("codec_mismatch", f"{CODECS[codec]} does not fit {dtype.name}", name, chunk)
     if not box.fits(shape):
         message = f"box {box} is not inside of the shape {list(shape)}"
         yield _bad("chunk_out_of_bounds", message, name, chunk)
@@ -236,8 +232,13 @@ def _chunk_problems(
         if box != whole(shape) or codec != RAW or len(rows.file) != 1:
             message = "a tensor without elements has one raw chunk that is the whole tensor"
             yield _bad("empty_chunk", message, name, chunk)
+        return
     elif 0 in box.shape:
         yield _bad("empty_chunk", f"box {box} has no elements", name, chunk)
+    if codec not in CODECS:
+        yield _bad("unknown_codec", f"codec {codec} is not known", name, chunk)
+    elif codec == PLANES and dtype.itemsize == 1:
+        yield _bad("codec_mismatch", f"{CODECS[codec]} does not fit {dtype.name}", name, chunk)
 
 
 def _tiling_problems(shape: tuple[int, ...], boxes: list[Box], name: str) -> Iterator[Problem]:
@@ -287,32 +288,32 @@ def _place(
     )
 
 
-def _place_problems(
-    body: Body, columns: Columns, dtype: Dtype, place: ChunkPlace, name: str
-) -> Iterator[Problem]:
-    blocks = -(-place.nbytes // body.block_nbytes)
-    if place.first_block + blocks > columns.blocks:
-        yield _bad("bad_block_index", "digests lie behind the table's end", name, place.number)
-    if place.codec == RAW:
-        if place.first_frame:
-            yield _bad("bad_block_index", "a raw chunk has a frame", name, place.number)
-    elif len(place.frames) != blocks:
-        yield _bad("bad_block_index", "frames lie behind the table's end", name, place.number)
-    elif any(not ok for ok in _frame_lengths_fit(place, body.block_nbytes, dtype)):
-        yield _bad("bad_block_index", "the length of a frame is out of range", name, place.number)
-    else:
-        yield from _range_problems(body, place, name)
+def _index_problems(body: Body, columns: Columns, row: TensorRow, name: str) -> Iterator[Problem]:
+    """What chunks say of digests and frames, as far as one tensor shows (R-9.12, R-9.15)."""
+    for place in row.chunks:
+        blocks = -(-place.nbytes // body.block_nbytes)
+        if place.first_block + blocks > columns.blocks:
+            yield _bad("bad_block_index", "digests lie behind the table's end", name, place.number)
+        elif place.codec == RAW:
+            if place.first_frame:
+                yield _bad("bad_block_index", "a raw chunk has a frame", name, place.number)
+        elif len(place.frames) != blocks:
+            yield _bad("bad_block_index", "frames lie behind the table's end", name, place.number)
+        elif not all(_frame_lengths_fit(place, body.block_nbytes, row.dtype)):
+            message = "the length of a frame is out of range"
+            yield _bad("bad_block_index", message, name, place.number)
 
 
-def _range_problems(body: Body, place: ChunkPlace, name: str) -> Iterator[Problem]:
-    file = body.files[place.file]
-    end = place.byte_offset + place.stored_nbytes
-    if place.byte_offset < file.header_nbytes or end > file.nbytes:
-        message = (
-            f"bytes {place.byte_offset}..{end} are not inside of the data of {file.label}, "
-            f"{file.header_nbytes}..{file.nbytes}"
-        )
-        yield _bad("byte_range_mismatch", message, name, place.number)
+def _range_problems(body: Body, row: TensorRow, name: str) -> Iterator[Problem]:
+    """Whether chunks lie in the data of their files (R-10.2, as far as one tensor shows)."""
+    for place in row.chunks:
+        file, end = body.files[place.file], place.byte_offset + place.stored_nbytes
+        if place.byte_offset < file.header_nbytes or end > file.nbytes:
+            message = (
+                f"bytes {place.byte_offset}..{end} are not inside of the data of {file.label}, "
+                f"{file.header_nbytes}..{file.nbytes}"
+            )
+            yield _bad("byte_range_mismatch", message, name, place.number)
 
 
 def _frame_lengths_fit(place: ChunkPlace, block_nbytes: int, dtype: Dtype) -> Iterator[bool]:

@@ -7,7 +7,6 @@ hooks; tensors become `TensorRef`, unless a hook makes something else of them.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.packing import emit
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import (
+    KIND,
     PATH_CLASSES,
     TAGS,
     Named,
@@ -32,7 +32,6 @@ from dsdformat.limits import INT63_MAX, INT_MAX, INT_MIN
 
 __all__ = ["Hooks", "Tree", "decode_tree"]
 
-_KIND = re.compile(r"[a-z][a-z0-9_.]{0,63}\Z")
 _DAY_US = 86_400_000_000
 
 
@@ -56,7 +55,8 @@ class Tree:
         root: The user's nested state.
         paths: For each tensor index, the first path that leads to it.
         aliases: For each tied tensor index, all its paths in the order of the tree.
-        problems: What breaks the spec; empty for a good tree.
+        problems: What breaks the spec in its values (stage 3); empty for a good tree.
+        disorder: Tensors that are met out of order (R-11.9, stage 4).
     """
 
     def __init__(self) -> None:
@@ -64,6 +64,7 @@ class Tree:
         self.paths: list[tuple[Any, ...]] = []
         self.aliases: dict[int, list[tuple[Any, ...]]] = {}
         self.problems: list[Problem] = []
+        self.disorder: list[Problem] = []
 
 
 def decode_tree(raw: Any, hooks: Hooks | None = None) -> Tree:
@@ -81,6 +82,10 @@ def decode_tree(raw: Any, hooks: Hooks | None = None) -> Tree:
     if type(tree.root) is OrderedDict and any(type(key) is not str for key in tree.root):
         decoder.problem("bad_body", "a key of the tree's root is not a string")
     return tree
+
+
+class _KnownError(Exception):
+    """The value at hand is bad, and its problem is listed already."""
 
 
 class _BadValueError(Exception):
@@ -110,6 +115,8 @@ class _Decoder:
             return None
         try:
             return _DECODERS[raw[0]](self, raw[1:])
+        except _KnownError:
+            return None
         except (_BadValueError, ValueError, OverflowError) as error:
             self.problem("bad_value", f"{raw[0]}: {error}")
             return None
@@ -129,20 +136,19 @@ class _Decoder:
         if self.in_key:
             raise _BadValueError("a tensor cannot be a key")
         attributes = items[1] if len(items) == 2 else None
-        if len(items) not in (1, 2) or not _is_int(items[0]) or items[0] < 0:
+        if len(items) not in (1, 2) or not _is_int(items[0]):
             raise _BadValueError("expected an index and perhaps attributes")
         if len(items) == 2 and (type(attributes) is not dict or not attributes):
             raise _BadValueError("attributes are a map that is not empty")
         index, tree, path = items[0], self.tree, tuple(self.path[1:])
         if index == len(tree.paths):
             tree.paths.append(path)
-        elif index < len(tree.paths):
+        elif 0 <= index < len(tree.paths):
             tree.aliases.setdefault(index, [tree.paths[index]]).append(path)
         else:
-            self.problem(
-                "bad_tensor_reference",
-                f"tensor {index} is met before tensor {len(tree.paths)}",
-            )
+            place = render_path(self.path)
+            message = f"{place}: tensor {index} is met before tensor {len(tree.paths)}"
+            tree.disorder.append(Problem("bad_tensor_reference", message, path=place))
             return None
         return self.hooks.tensor(TensorRef(index, _hints(attributes or {})))
 
@@ -156,7 +162,7 @@ class _Decoder:
         found = len(self.tree.problems)
         keys = [self._key(raw) for raw in raws]
         if len(self.tree.problems) > found:
-            raise _BadValueError("a key is not valid")
+            raise _KnownError
         for key in keys:
             fault = find_key_fault(key)
             if fault:
@@ -245,7 +251,7 @@ class _Decoder:
 
     def _name(self, items: list[Any]) -> Any:
         kind, name = _expect(items, str, str)
-        if not _KIND.match(kind):
+        if not KIND.match(kind):
             raise _BadValueError(f"{shorten(kind)} is not a kind of name")
         return self.hooks.named(Named(kind, name))
 

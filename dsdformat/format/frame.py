@@ -5,6 +5,7 @@ Pure: takes and gives bytes. Reading pages from a file is `storage/pages.py`.
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from collections.abc import Iterable, Sequence
@@ -148,12 +149,13 @@ def check_prefix(prefix: bytes, file_nbytes: int) -> int:
     return int(head_nbytes)
 
 
-def parse_head(head: bytes, file_nbytes: int) -> Head:
+def parse_head(head: bytes, file_nbytes: int, expected_root: bytes | None = None) -> Head:
     """Check the head (R-6.5 to R-6.11, R-7.1, R-7.2, R-17.1) and return what it says.
 
     Args:
         head: The first `head_nbytes` bytes of the file.
         file_nbytes: Length of the file.
+        expected_root: The root digest that it must have, or None.
     """
     root = head[-DIGEST_NBYTES:]
     actual = digest(memoryview(head)[:-DIGEST_NBYTES])
@@ -179,12 +181,22 @@ def parse_head(head: bytes, file_nbytes: int) -> Head:
         _fail("bad_head", "the reserved bytes are not zero", 36)
     rows = _parse_sections(head[FIXED_NBYTES:tables], page_count)
     pages = list(PAGE.iter_unpack(memoryview(head)[tables:names_at]))
-    offsets = _page_offsets(rows, [stored for stored, _ in pages], len(head))
+    stored = [nbytes for nbytes, _ in pages]
+    offsets = list(itertools.accumulate(stored, initial=len(head)))
     if offsets[-1] != manifest_nbytes:
         _fail("bad_head", f"manifest_nbytes is {manifest_nbytes}, pages end at {offsets[-1]}", 16)
     if file_nbytes > manifest_nbytes:
         _fail("trailing_bytes", f"{file_nbytes - manifest_nbytes} bytes follow", manifest_nbytes)
+    _check_page_lengths(rows, stored)
     features = _parse_features(head[names_at : names_at + features_nbytes], names_at)
+    if expected_root is not None and expected_root != root:
+        raise Problem(
+            "digest_mismatch",
+            f"another checkpoint: expected root digest {expected_root.hex()}, got {root.hex()}",
+            where=MANIFEST_LABEL,
+            expected=expected_root.hex(),
+            actual=root.hex(),
+        ).error()
     sections = _check_sections(rows)
     return Head(
         minor=minor,
@@ -263,17 +275,12 @@ def _parse_sections(table: bytes, page_count: int) -> list[tuple[bytes, int, Sec
     return rows
 
 
-def _page_offsets(
-    rows: list[tuple[bytes, int, Section]], stored: list[int], head_nbytes: int
-) -> list[int]:
-    offsets = [head_nbytes]
+def _check_page_lengths(rows: list[tuple[bytes, int, Section]], stored: list[int]) -> None:
     for _, _, section in rows:
         for page in range(section.pages):
             nbytes = stored[section.first_page + page]
             if not 0 < nbytes <= section.page_nbytes(page):
                 _fail("bad_head", f"page {page} of {section.name} is stored in {nbytes} bytes", 0)
-            offsets.append(offsets[-1] + nbytes)
-    return offsets
 
 
 def _parse_features(text: bytes, at: int) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The manifest's body and columns as frozen values (spec sections 7, 9, 10, 14).
 
-Pure. `parse_body` checks stage 3 of the spec (all but the tree's values, which `decoding` does);
-`Columns` gives one tensor's rows at a time, from sections that a caller reads lazily.
+Pure. What a body must be is checked by `bodies` and `decoding`. `Columns` gives one tensor's rows
+at a time, from sections that a caller reads lazily.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import sys
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from dsdformat.boxes import Box
-from dsdformat.errors import Problem, raise_problems
+from dsdformat.errors import Problem
 from dsdformat.format.bodies import (
     BODY_KEYS,
     FILE_KEYS,
     LAYOUT_KEYS,
     MESH_KEYS,
     SIDE_KEYS,
-    find_body_problems,
 )
 from dsdformat.format.digests import DIGEST_NBYTES
 from dsdformat.format.packing import emit
@@ -99,12 +98,7 @@ class Body:
 
 
 def parse_body(raw: Any) -> Body:
-    """Check a body that `packing.parse` gave, and return it typed.
-
-    Raises:
-        FormatError: with every problem of stage 3 but those of the tree.
-    """
-    raise_problems(find_body_problems(raw))
+    """Return a body that `packing.parse` gave, and that has no problems, typed."""
     return Body(
         tree=raw["tree"],
         block_nbytes=raw["block_nbytes"],
@@ -208,9 +202,12 @@ class Columns:
             _u32(raw[at * step : (at + 1) * step]) for at in range(4)
         )
         self.tensors = count
-        self._shape_at = _starts(self.ndim)
-        self._chunk_at = _starts(self.chunk_count)
-        self._box_at = _starts(map(operator.mul, self.ndim, self.chunk_count))
+        try:
+            self._shape_at = _starts(self.ndim)
+            self._chunk_at = _starts(self.chunk_count)
+            self._box_at = _starts(map(operator.mul, self.ndim, self.chunk_count))
+        except OverflowError:
+            _wrong_length("boxes", nbytes["boxes"], "more than 2**64 from the counts")
         self.chunks = self._chunk_at[-1]
         self.blocks = nbytes["digests"] // DIGEST_NBYTES
         self.frames = nbytes["frames"] // FRAME_NBYTES
@@ -304,7 +301,7 @@ def _starts(counts: Any) -> array[int]:
     return array("Q", itertools.accumulate(counts, initial=0))
 
 
-def _wrong_length(name: str, nbytes: int, expected: str) -> None:
+def _wrong_length(name: str, nbytes: int, expected: str) -> NoReturn:
     raise Problem(
         "bad_section_length",
         f"section {name} has {nbytes} bytes, expected {expected}",

@@ -20,6 +20,9 @@ __all__ = ["emit", "parse"]
 
 _NAN = struct.pack(">d", math.nan)
 _TENSOR = b"\x92\xa6tensor"
+_NOT_TEXT = frozenset(
+    bytes([head]) for head in range(256) if head not in (*range(0xA0, 0xC0), 0xC1, 0xD9, 0xDA, 0xDB)
+)
 _UNSIGNED = frozenset(bytes([head]) for head in (*range(0x80), 0xCC, 0xCD, 0xCE, 0xCF))
 _packer_options = {"use_bin_type": True, "strict_types": True}
 
@@ -109,10 +112,9 @@ class _Parser:
 
     def _read_key(self, frame: _Frame) -> None:
         begin = self.at
-        key = self._read_value()
-        if type(key) is not str:
-            self.at = begin
+        if self.data[begin : begin + 1] in _NOT_TEXT:
             self._fail("msgpack_not_canonical", "a map key is not a string")
+        key = self._read_value()
         # Code points sort as UTF-8 bytes do.
         if frame.last_key is not None and key <= frame.last_key:
             self.at = begin

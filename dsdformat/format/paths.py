@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dsdformat.boxes import Box
+from dsdformat.errors import shorten
 from dsdformat.limits import INT_MAX, INT_MIN
 
 __all__ = ["Path", "emit_key", "emit_name", "render_path"]
@@ -57,9 +58,9 @@ def _part(step: Any, encoded_key: Callable[[Any], bytes]) -> str:
 
 
 def _render_step(step: Any) -> str:
-    if type(step) is int:
+    if type(step) is int and INT_MIN <= step <= INT_MAX:
         return f"[{step}]"
     if type(step) is str and step.isidentifier():
         return f".{step}"
-    text = repr(step)
+    text = shorten(step)
     return f"[{text if len(text) <= 80 else text[:79] + '…'}]"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import cmath
 import math
 import pathlib
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,15 +19,18 @@ from datetime import date, datetime, timedelta, timezone
 from typing import Any, NoReturn
 
 from dsdformat.errors import UnsupportedValueError, shorten
+from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.packing import emit
 from dsdformat.format.paths import Path, render_path
-from dsdformat.limits import DEPTH_MAX, INT_MAX, INT_MIN
+from dsdformat.limits import DEPTH_MAX, INT63_MAX, INT_MAX, INT_MIN
 
 __all__ = ["Leaf", "Named", "Scalar", "Size", "TensorRef", "encode", "encode_key", "find_key_fault"]
 
 # Called for a value of no known type: gives the encoding of a tensor, or a value that is known,
 # or NotImplemented.
 Leaf = Callable[[Any, Path], Any]
+
+KIND = re.compile(r"[a-z][a-z0-9_.]{0,63}\Z")
 
 # fmt: off
 TAGS = frozenset({
@@ -223,12 +227,20 @@ class _Encoder:
         return [type(value).__name__, *sorted(keys, key=emit)]
 
     def _size(self, value: Size) -> Any:
+        if any(type(item) is not int or not 0 <= item <= INT63_MAX for item in value):
+            self.refuse(value, "a size with other numbers than 0 to 2**63-1")
         return ["size", *value]
 
     def _named(self, value: Named) -> Any:
-        return ["name", value.kind, value.name]
+        kind, name = value.kind, value.name
+        if type(kind) is not str or type(name) is not str or not KIND.match(kind):
+            self.refuse(value, "a named constant of this form")
+        return ["name", kind, self._str(name)]
 
     def _scalar(self, value: Scalar) -> Any:
+        row = DTYPES.get(value.dtype) if type(value.dtype) is str else None
+        if row is None or type(value.data) is not bytes or len(value.data) != row.itemsize:
+            self.refuse(value, "a scalar of this form")
         return ["scalar", value.dtype, value.data]
 
     def _datetime(self, value: datetime) -> Any:
@@ -260,14 +272,6 @@ class _Encoder:
         if find_path_fault([kind, value.anchor, *parts]):
             self.refuse(value, "a path of this form")
         return ["path", kind, value.anchor, *parts]
-
-    def _ref(self, value: TensorRef) -> Any:
-        if not value.attributes:
-            return ["tensor", value.index]
-        attributes = {
-            name: self.child(name, item, levels=2) for name, item in sorted(value.attributes)
-        }
-        return ["tensor", value.index, attributes]
 
 
 def find_path_fault(items: list[Any]) -> str | None:
@@ -317,7 +321,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any], Any]] = {
     defaultdict: _Encoder._defaultdict, list: _Encoder._list, tuple: _Encoder._tuple,
     deque: _Encoder._deque, set: _Encoder._set, frozenset: _Encoder._set, Size: _Encoder._size,
     Named: _Encoder._named, Scalar: _Encoder._scalar, datetime: _Encoder._datetime,
-    date: _Encoder._date, timedelta: _Encoder._timedelta, TensorRef: _Encoder._ref,
+    date: _Encoder._date, timedelta: _Encoder._timedelta,
 }
 # fmt: on
 

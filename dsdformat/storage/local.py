@@ -38,9 +38,9 @@ class LocalStorage:
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._lock = threading.Lock()
         self._folder: int | None = None
-        if not self._path.is_dir():
+        if not _is_folder(self._path):
             replaced = replaced_path(self._path)
-            if os.path.lexists(self._path) or not replaced.is_dir():
+            if os.path.lexists(self._path) or not _is_folder(replaced):
                 raise _no_folder(self._path)
             self._path = replaced
         if os.open in os.supports_dir_fd:
@@ -161,6 +161,11 @@ class _File:
             last = self.users == 0
         if last:
             os.close(self.fd)
+
+
+def _is_folder(path: Path) -> bool:
+    with storage_errors(path):
+        return path.is_dir()
 
 
 def _no_folder(path: Path) -> Exception:

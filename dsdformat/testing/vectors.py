@@ -18,6 +18,7 @@ from dsdformat.errors import DsdError
 from dsdformat.format.digests import parse_digest
 from dsdformat.format.packing import emit
 from dsdformat.format.values import encode_key
+from dsdformat.limits import INT_MAX, INT_MIN
 from dsdformat.reader import Checkpoint
 from dsdformat.storage.local import LocalStorage
 from dsdformat.verify import Report, verify_storage
@@ -116,7 +117,7 @@ def _describe(entry: TensorEntry) -> dict[str, Any]:
 
 
 def _step(step: Any) -> Any:
-    if type(step) in (str, int):
+    if type(step) is str or (type(step) is int and INT_MIN <= step <= INT_MAX):
         return step
     return {"key": emit(encode_key(step)).hex()}
 

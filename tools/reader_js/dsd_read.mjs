@@ -13,7 +13,8 @@ function parseArguments(args) {
   const flags = new Set(args.filter((arg) => arg.startsWith('--')));
   const folders = args.filter((arg) => !arg.startsWith('--'));
   const isKnown = [...flags].every((flag) => FLAGS.includes(flag));
-  return isKnown && folders.length === 1 ? { folder: folders[0], json: flags.has('--json'), verify: flags.has('--verify') } : null;
+  if (!isKnown || folders.length !== 1) return null;
+  return { folder: folders[0], json: flags.has('--json'), verify: flags.has('--verify') };
 }
 
 function printProblems(problems) {
@@ -22,21 +23,27 @@ function printProblems(problems) {
   }
 }
 
-/** The document that --json prints. */
+/** What is printed; names are quoted as in JSON. */
 async function describe(checkpoint) {
   const { tensors: digests, state } = await checkpoint.contentDigests();
-  const tensors = checkpoint.tensors.map(({ name, dtype, shape }, i) => ({ name, dtype, shape, content: toHex(digests[i]) }));
+  const tensors = checkpoint.tensors.map(({ name, dtype, shape }, i) => (
+    { name: JSON.stringify(name), dtype, shape, content: toHex(digests[i]) }
+  ));
   return { root: checkpoint.root, state: toHex(state), tensors };
 }
 
-// Dims may exceed what a JavaScript number holds; JSON's integers need not.
+// By hand: dims may exceed what a JavaScript number holds; JSON's integers need not.
 function toJson({ root, state, tensors }) {
-  const rows = tensors.map(({ name, dtype, shape, content }) => `{"name":${JSON.stringify(name)},"dtype":"${dtype}","shape":[${shape.join(',')}],"content":"${content}"}`);
+  const rows = tensors.map(({ name, dtype, shape, content }) => (
+    `{"name":${name},"dtype":"${dtype}","shape":[${shape.join(',')}],"content":"${content}"}`
+  ));
   return `{"root":"${root}","state":"${state}","tensors":[${rows.join(',\n')}]}`;
 }
 
 function toText({ root, state, tensors }) {
-  const rows = tensors.map(({ name, dtype, shape, content }) => `${content}  ${dtype} [${shape.join(', ')}]  ${JSON.stringify(name).slice(1, -1)}`);
+  const rows = tensors.map(({ name, dtype, shape, content }) => (
+    `${content}  ${dtype} [${shape.join(', ')}]  ${name.slice(1, -1)}`
+  ));
   return [`root  ${root}`, `state ${state}`, ...rows].join('\n');
 }
 

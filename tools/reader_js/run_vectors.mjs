@@ -24,8 +24,7 @@ async function withCheckpoint(folder, setup, use) {
   const temporary = mkdtempSync(join(tmpdir(), 'dsd-vector-'));
   const copy = join(temporary, 'checkpoint');
   try {
-    if (existsSync(original)) cpSync(original, copy, { recursive: true, verbatimSymlinks: true });
-    else mkdirSync(copy);
+    cpSync(original, copy, { recursive: true });
     for (const step of setup) SETUP[step.op](join(copy, step.label), step);
     return await use(copy);
   } finally {

@@ -8,7 +8,7 @@ from pathlib import Path
 from vectors.builder import Built, Hook, build
 from vectors.chunks import first_paths
 from vectors.declare import Checkpoint, Tensor
-from vectors.wire import pack, part_is_int, state_content, tensor_content
+from vectors.wire import is_decimal, pack, state_content, tensor_content
 
 DATA_NBYTES_MAX = 4096
 
@@ -107,10 +107,7 @@ def expected_tensor(item: Tensor, path: list[object], content: bytes) -> dict[st
 
 
 def path_part(part: object) -> object:
-    if isinstance(part, str):
-        return part
-    number = part_is_int(part)
-    return number if number is not None else {"key": pack(part).hex()}
+    return part if isinstance(part, str) or is_decimal(part) else {"key": pack(part).hex()}
 
 
 def emit(document: dict[str, object]) -> str:

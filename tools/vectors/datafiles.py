@@ -4,7 +4,7 @@ import json
 import struct
 
 from vectors.declare import Checkpoint, Chunk, Shape, StoredChunk, Tensor
-from vectors.wire import dtypes, pack, part_is_int
+from vectors.wire import dtypes, is_decimal, pack
 
 
 def make_files(checkpoint: Checkpoint, ordered: list[StoredChunk]) -> dict[str, bytes]:
@@ -86,5 +86,4 @@ def escape(part: str) -> str:
 def key_part(part: object) -> str:
     if isinstance(part, str):
         return escape(part).replace("/", "%2F")
-    number = part_is_int(part)
-    return f"@{number}" if number is not None else f"@x{pack(part).hex()}"
+    return f"@{part}" if is_decimal(part) else f"@x{pack(part).hex()}"

@@ -170,13 +170,9 @@ def tensor_paths(tree: object) -> list[tuple[int, list[object]]]:
     return found
 
 
-def part_is_int(part: object) -> int | None:
-    """The integer that a part of a path is: an index, or a dict key in either form."""
-    if isinstance(part, int) and not isinstance(part, bool):
-        return part
-    if isinstance(part, list) and part[0] == "int":
-        return int.from_bytes(part[1], "little", signed=True)
-    return None
+def is_decimal(part: object) -> bool:
+    """Whether a part of a path is written in decimal: an index, or an integer key of 64 bits."""
+    return isinstance(part, int) and not isinstance(part, bool)
 
 
 def tensor_content(dtype: str, shape: tuple[int, ...], data: bytes) -> bytes:

@@ -142,6 +142,11 @@ def hand_frame(data: bytes) -> bytes:
     return header(len(data)) + blocks(data)
 
 
+def zeros_only(data: bytes) -> bytes:
+    """A frame where the data are zeros, else the data."""
+    return data if any(data) else hand_frame(data)
+
+
 def hand_frame_if_smaller(data: bytes) -> bytes:
     frame = hand_frame(data)
     return frame if len(frame) < len(data) else data

@@ -4,7 +4,7 @@ import { equalBytes } from './bytes.mjs';
 import { decodeBlock } from './codecs.mjs';
 import { digest } from './digests.mjs';
 import { placeOf } from './checks.mjs';
-import { DsdError } from './errors.mjs';
+import { DsdError, withPlace } from './errors.mjs';
 import { renderName } from './names.mjs';
 import { RAW } from './registry.mjs';
 
@@ -18,7 +18,7 @@ export class BlockReader {
     this.files = body.files;
     this.paths = paths;
     this.blockNbytes = Number(body.blockNbytes);
-    this.checkedFiles = new Map();
+    this.checkedFiles = new Set();
     this.cache = new Map();
     this.cachedNbytes = 0;
   }
@@ -70,12 +70,7 @@ export class BlockReader {
     if (verify && !equalBytes(digest(stored), columns.frameDigest(first + k))) {
       throw new DsdError('stored_checksum_mismatch', 'the stored bytes do not have their digest', this.#place(c, k));
     }
-    try {
-      return decodeBlock(columns.codec(c), this.extents[c].dtype, stored, nbytes);
-    } catch (error) {
-      if (!(error instanceof DsdError)) throw error;
-      throw new DsdError(error.code, error.problems[0].message, this.#place(c, k));
-    }
+    return withPlace(this.#place(c, k), () => decodeBlock(columns.codec(c), this.extents[c].dtype, stored, nbytes));
   }
 
   #readStored(c, begin, nbytes) {
@@ -87,14 +82,15 @@ export class BlockReader {
   }
 
   #place(c, k) {
-    return { label: this.#label(c), path: renderName(this.paths[this.columns.chunkTensor[c]]), ...placeOf(this.columns, c), block: k };
+    const path = renderName(this.paths[this.columns.chunkTensor[c]]);
+    return { label: this.#label(c), path, ...placeOf(this.columns, c), block: k };
   }
 
   // R-18.1: the file is looked at when it is first used.
   async #checkFile(f) {
-    if (this.checkedFiles.get(f)) return;
+    if (this.checkedFiles.has(f)) return;
     await checkFile(this.storage, this.files[f]);
-    this.checkedFiles.set(f, true);
+    this.checkedFiles.add(f);
   }
 }
 
@@ -104,7 +100,8 @@ export async function checkFile(storage, entry) {
   const { kind, nbytes } = await storage.stat(label);
   if (kind === 'missing') throw new DsdError('missing_file', 'the file is not there', { label });
   if (kind !== 'file') throw new DsdError('not_regular_file', 'not a regular file', { label });
-  if (nbytes !== entry.get('nbytes')) {
-    throw new DsdError('file_size_mismatch', `the file has ${nbytes} bytes, the manifest says ${entry.get('nbytes')}`, { label });
+  const expected = entry.get('nbytes');
+  if (nbytes !== expected) {
+    throw new DsdError('file_size_mismatch', `the file has ${nbytes} bytes, the manifest says ${expected}`, { label });
   }
 }

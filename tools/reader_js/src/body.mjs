@@ -1,6 +1,7 @@
 // The body's structure: stage 3 of section 18. Pure.
 
 import { compareText } from './bytes.mjs';
+import { product } from './columns.mjs';
 import { problem } from './errors.mjs';
 import { isInt, isMap, isText, parseTree } from './values.mjs';
 
@@ -63,7 +64,6 @@ export function parseBody(plain, problems) {
   const body = {
     blockNbytes: keys.get('block_nbytes'),
     dtypes: keys.get('dtypes'),
-    extensions: keys.get('extensions'),
     files: checker.entries(keys.get('files'), FILE_KEYS, 'files'),
     layouts: checker.entries(keys.get('layouts'), LAYOUT_KEYS, 'layouts'),
     meshes: checker.entries(keys.get('meshes'), MESH_KEYS, 'meshes'),
@@ -130,8 +130,9 @@ class Checker {
 // R-10.1
 function checkFiles(checker, { files, worldSize }) {
   files.forEach((file, i) => {
-    if (file.get('header_nbytes') > file.get('nbytes')) checker.bad('header_nbytes exceeds nbytes', `files[${i}]`);
-    if (worldSize !== undefined && file.get('rank') >= worldSize) checker.bad('rank is not below world_size', `files[${i}]`);
+    const where = `files[${i}]`;
+    if (file.get('header_nbytes') > file.get('nbytes')) checker.bad('header_nbytes exceeds nbytes', where);
+    if (file.get('rank') >= worldSize) checker.bad('rank is not below world_size', where);
   });
 }
 
@@ -165,15 +166,15 @@ function checkProvenance(checker, { meshes, layouts, worldSize }) {
     const [axes, shape, ranks] = ['axes', 'shape', 'ranks'].map((key) => mesh.get(key));
     const where = `meshes[${i}]`;
     if (axes.length !== shape.length) checker.bad('not one axis per dim', where);
-    if (shape.reduce((a, b) => a * b, 1n) !== BigInt(ranks.length)) checker.bad('not as many ranks as the shape says', where);
+    if (product(shape) !== BigInt(ranks.length)) checker.bad('not as many ranks as the shape says', where);
     if (new Set(ranks).size < ranks.length) checker.bad('a rank occurs twice', where);
-    if (worldSize !== undefined && ranks.some((rank) => rank >= worldSize)) checker.bad('a rank is not below world_size', where);
+    if (ranks.some((rank) => rank >= worldSize)) checker.bad('a rank is not below world_size', where);
   });
   layouts.forEach((layout, i) => {
-    const mesh = meshes[Number(layout.get('mesh'))];
+    const axes = meshes[Number(layout.get('mesh'))]?.get('axes');
     const where = `layouts[${i}]`;
-    if (mesh === undefined) checker.bad('mesh is not an index into meshes', where);
-    else if (mesh.get('axes').length !== layout.get('placements').length) checker.bad('not one placement per axis', where);
+    if (axes === undefined) checker.bad('mesh is not an index into meshes', where);
+    else if (axes.length !== layout.get('placements').length) checker.bad('not one placement per axis', where);
   });
 }
 

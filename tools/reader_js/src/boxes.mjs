@@ -20,13 +20,13 @@ export function compareOffsets(a, b) {
   return 0;
 }
 
-/** The dims that some box does not span (R-9.9). */
+/** The dims that some box does not span (R-9.8). */
 export function findCutDims(boxes, shape) {
   return shape.map((_, d) => d).filter((d) => boxes.some((box) => box.shape[d] !== shape[d]));
 }
 
 /**
- * The code of R-9.8, or null if the boxes, all in bounds and not empty, tile the shape.
+ * The code of R-9.9, or null if the boxes, all in bounds and not empty, tile the shape.
  *
  * Counts signed corners: if all vanish but the tensor's own, the boxes' indicator functions add
  * up to the tensor's, so each element lies in one box.

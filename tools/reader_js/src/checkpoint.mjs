@@ -10,7 +10,6 @@ import { loadManifest } from './manifest.mjs';
 import { renderName } from './names.mjs';
 import { DTYPES } from './registry.mjs';
 import { encodeState } from './values.mjs';
-import { verify } from './verifier.mjs';
 
 const SLAB_NBYTES = 32 * 1024 * 1024;
 const MAX_READ_NBYTES = 1n << 31n;
@@ -49,13 +48,8 @@ export class Checkpoint {
   /** Each tensor's first path, in the order of the table. */
   get paths() { return this.manifest.paths; }
 
-  /** The paths, rendered: see renderName. */
-  get names() { return [...this.indexes.keys()]; }
-
   /** {path, name, dtype, shape, chunks} of each tensor; shape holds BigInts. */
   get tensors() { return this.paths.map((_, i) => this.#row(i)); }
-
-  tensor(name) { return this.#row(this.#find(name)); }
 
   #row(i) {
     return {
@@ -91,7 +85,9 @@ export class Checkpoint {
   async #readBox(i, box, options) {
     const { itemsize } = this.#dtype(i);
     const nbytes = product(box.shape) * BigInt(itemsize);
-    if (nbytes > MAX_READ_NBYTES) throw new DsdError('limit_exceeded', `a box of ${nbytes} bytes; this reader reads ${MAX_READ_NBYTES} at once`);
+    if (nbytes > MAX_READ_NBYTES) {
+      throw new DsdError('limit_exceeded', `a box of ${nbytes} bytes; this reader reads ${MAX_READ_NBYTES} at once`);
+    }
     const out = new Uint8Array(Number(nbytes));
     if (nbytes === 0n) return out;
     for (const c of chunksOf(this.columns, i)) {
@@ -121,12 +117,8 @@ export class Checkpoint {
     }
   }
 
-  /** R-13.1, from the tensor's bytes, which are read and verified: 32 bytes. */
-  async contentDigest(nameOrPath) {
-    return this.#contentDigestOf(this.#find(nameOrPath));
-  }
-
-  async #contentDigestOf(i) {
+  // R-13.1, from the tensor's bytes, which are read and verified.
+  async #contentDigest(i) {
     const shape = this.columns.shape(i);
     return contentDigest(this.#dtype(i).name, shape, await this.#leaves(i, shape));
   }
@@ -158,13 +150,8 @@ export class Checkpoint {
   /** R-13.2, and the tensors' content digests in the order of the table. */
   async contentDigests() {
     const tensors = [];
-    for (let i = 0; i < this.paths.length; i++) tensors.push(await this.#contentDigestOf(i));
+    for (let i = 0; i < this.paths.length; i++) tensors.push(await this.#contentDigest(i));
     return { tensors, state: digest(encodeState(this.tree, (i) => tensors[i])) };
-  }
-
-  /** Stages 5 and 6 for everything: see verifier.mjs. */
-  async verify() {
-    return verify(this.storage, { digest: this.root });
   }
 
   async close() {
@@ -175,7 +162,9 @@ export class Checkpoint {
 function toBox(box, shape) {
   if (box === null) return { offset: shape.map(() => 0n), shape };
   const isList = (list) => Array.isArray(list) && list.length === shape.length;
-  if (!isList(box.offset) || !isList(box.shape)) throw new DsdError('bad_argument', `a box of ${shape.length} dims is needed`);
+  if (!isList(box.offset) || !isList(box.shape)) {
+    throw new DsdError('bad_argument', `a box of ${shape.length} dims is needed`);
+  }
   const result = { offset: box.offset.map(BigInt), shape: box.shape.map(BigInt) };
   const isPositive = [...result.offset, ...result.shape].every((n) => n >= 0n);
   if (!isPositive || !isInside(result, shape)) {

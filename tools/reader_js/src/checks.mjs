@@ -4,9 +4,9 @@ import {
   compareOffsets, findCutDims, findTilingFault, isInside, isWhole, MAX_CUT_DIMS,
 } from './boxes.mjs';
 import { chunkExtent, product, storedNbytes } from './columns.mjs';
-import { DsdError, problem } from './errors.mjs';
+import { addProblems, DsdError, problem } from './errors.mjs';
 import { isProperPrefix, renderName } from './names.mjs';
-import { CODEC_NAMES, DTYPES, PLANES, RAW } from './registry.mjs';
+import { CODEC_NAMES, DTYPES, PLANES, RAW, ZSTD } from './registry.mjs';
 import { walkLeaves } from './values.mjs';
 
 const MAX_NDIM = 64;
@@ -17,11 +17,13 @@ export function findTensorPaths(tree, tensorCount, problems) {
   const paths = [];
   for (const [path, leaf] of walkLeaves(tree)) {
     if (leaf === null || leaf.type !== 'tensor') continue;
-    if (leaf.index > BigInt(paths.length) || leaf.index >= BigInt(tensorCount)) {
-      problems.push(problem('bad_tensor_reference', `the tensor ${leaf.index} is referred to where ${paths.length} is next, of ${tensorCount}`, { path: renderName(path) }));
+    const { index } = leaf;
+    if (index < 0n || index > BigInt(paths.length) || index >= BigInt(tensorCount)) {
+      const message = `the tensor ${index} is referred to where ${paths.length} is next, of ${tensorCount}`;
+      problems.push(problem('bad_tensor_reference', message, { path: renderName(path) }));
       return paths;
     }
-    if (leaf.index === BigInt(paths.length)) paths.push(path);
+    if (index === BigInt(paths.length)) paths.push(path);
   }
   if (paths.length < tensorCount) {
     problems.push(problem('bad_tensor_reference', `nothing refers to tensor ${paths.length} of ${tensorCount}`));
@@ -31,7 +33,7 @@ export function findTensorPaths(tree, tensorCount, problems) {
 
 /** R-9.1 to R-9.9 and R-9.11, for each tensor up to its first problem. */
 export function checkTensors(columns, body, paths, problems) {
-  const unknown = body.dtypes.filter((name) => !DTYPES.has(name));
+  const unknown = body.dtypes.filter((name) => !DTYPES.has(name)); // R-9.2
   for (const name of unknown) problems.push(problem('unknown_dtype', `the dtype ${JSON.stringify(name)} is not known`));
   for (let i = 0; i < columns.tensorCount; i++) {
     const place = { tensor: i };
@@ -39,8 +41,7 @@ export function checkTensors(columns, body, paths, problems) {
     try {
       checkTensor(columns, body, i, place);
     } catch (error) {
-      if (!(error instanceof DsdError)) throw error;
-      if (error.code !== 'unknown_dtype') problems.push(...error.problems);
+      addProblems(problems, error);
     }
   }
 }
@@ -48,14 +49,12 @@ export function checkTensors(columns, body, paths, problems) {
 function checkTensor(columns, body, i, place) {
   checkReferences(columns, body, i, place);
   const dtype = DTYPES.get(body.dtypes[columns.dtype(i)]);
-  if (dtype === undefined) throw new DsdError('unknown_dtype', 'the dtype is not known', place); // R-9.2
+  if (dtype === undefined) return;
   if (columns.ndim(i) > MAX_NDIM) throw new DsdError('limit_exceeded', `${columns.ndim(i)} dims`, place); // R-9.3
   const shape = columns.shape(i);
   checkShape(shape, dtype, place);
   const boxes = chunksOf(columns, i).map((c) => columns.box(c));
-  boxes.forEach((box, k) => {
-    if (!isInside(box, shape)) throw new DsdError('chunk_out_of_bounds', 'the box is not inside of the tensor', { ...place, chunk: k });
-  });
+  checkBounds(boxes, shape, place);
   checkEmptiness(columns, i, boxes, shape, place);
   checkOrder(boxes, place);
   if (!shape.includes(0n)) checkTiling(boxes, shape, place);
@@ -86,6 +85,12 @@ function checkShape(shape, dtype, place) {
   }
 }
 
+// R-9.5
+function checkBounds(boxes, shape, place) {
+  const k = boxes.findIndex((box) => !isInside(box, shape));
+  if (k >= 0) throw new DsdError('chunk_out_of_bounds', 'the box is not inside of the tensor', { ...place, chunk: k });
+}
+
 // R-9.6
 function checkEmptiness(columns, i, boxes, shape, place) {
   if (!shape.includes(0n)) {
@@ -94,7 +99,7 @@ function checkEmptiness(columns, i, boxes, shape, place) {
     return;
   }
   const isRight = boxes.length === 1 && isWhole(boxes[0], shape) && columns.codec(columns.chunkStart[i]) === RAW;
-  if (!isRight) throw new DsdError('empty_chunk', 'a tensor without elements has not exactly one raw chunk that is all of it', place);
+  if (!isRight) throw new DsdError('empty_chunk', 'no elements, and not one raw chunk that is all of it', place);
 }
 
 // R-9.7
@@ -106,7 +111,7 @@ function checkOrder(boxes, place) {
   }
 }
 
-// R-9.9 comes before R-9.8: it bounds the work of the latter.
+// R-9.8 bounds the work of R-9.9.
 function checkTiling(boxes, shape, place) {
   const cutDims = findCutDims(boxes, shape);
   if (cutDims.length > MAX_CUT_DIMS) throw new DsdError('limit_exceeded', `${cutDims.length} dims are cut`, place);
@@ -173,16 +178,22 @@ function storageOrder(columns, extents) {
 
 // R-9.13
 function checkNumbers(columns, extents, order, problems) {
+  const expect = (c, name, got, expected) => {
+    if (got !== expected) problems.push(badIndex(columns, c, `${name} is ${got}, expected ${expected}`));
+  };
   let [blocks, frames] = [0n, 0n];
   for (const c of order) {
-    if (columns.firstBlock(c) !== blocks) problems.push(badIndex(columns, c, `first_block is ${columns.firstBlock(c)}, expected ${blocks}`));
+    expect(c, 'first_block', columns.firstBlock(c), blocks);
     blocks += extents[c].blocks;
     if (columns.codec(c) === RAW) continue;
-    if (columns.firstFrame(c) !== frames) problems.push(badIndex(columns, c, `first_frame is ${columns.firstFrame(c)}, expected ${frames}`));
+    expect(c, 'first_frame', columns.firstFrame(c), frames);
     frames += extents[c].blocks;
   }
-  if (blocks !== BigInt(columns.blockCount)) problems.push(problem('bad_block_index', `${blocks} blocks and ${columns.blockCount} digests`));
-  if (frames !== BigInt(columns.frameCount)) problems.push(problem('bad_block_index', `${frames} frames and ${columns.frameCount} rows of frames`));
+  const count = (what, got, rows) => {
+    if (got !== BigInt(rows)) problems.push(problem('bad_block_index', `${got} ${what}, and rows for ${rows}`));
+  };
+  count('blocks', blocks, columns.blockCount);
+  count('frames', frames, columns.frameCount);
 }
 
 // R-9.15
@@ -205,7 +216,9 @@ function checkFrameLengths(columns, body, extents, problems) {
 
 /** R-10.2 and R-17.2 for chunks. */
 export function checkByteRanges(columns, body, { extents, order }, problems) {
-  const fail = (f, message, more) => problems.push(problem('byte_range_mismatch', message, { label: body.files[f].get('label'), ...more }));
+  const fail = (f, message, place) => {
+    problems.push(problem('byte_range_mismatch', message, { label: body.files[f].get('label'), ...place }));
+  };
   const ends = body.files.map((file) => file.get('header_nbytes'));
   for (const c of order) {
     const f = columns.file(c);
@@ -224,26 +237,26 @@ export function checkPrefixes(columns, body, paths, problems) {
   for (let c = 0; c < columns.chunkCount; c++) {
     const file = body.files[columns.file(c)];
     const path = paths[columns.chunkTensor[c]];
-    if (!isProperPrefix(file.get('prefix'), path)) {
-      problems.push(problem('prefix_mismatch', `the tensor lies in a file with the prefix ${JSON.stringify(file.get('prefix'))}`, {
-        label: file.get('label'), path: renderName(path), ...placeOf(columns, c),
-      }));
-    }
+    if (isProperPrefix(file.get('prefix'), path)) continue;
+    const message = `the tensor lies in a file with the prefix ${JSON.stringify(file.get('prefix'))}`;
+    const place = { label: file.get('label'), path: renderName(path), ...placeOf(columns, c) };
+    problems.push(problem('prefix_mismatch', message, place));
   }
 }
 
 /** R-6.12 */
 export function checkFeatureUse(columns, frame, problems) {
   const codecs = new Set(Array.from({ length: columns.chunkCount }, (_, c) => columns.codec(c)));
-  const hasCompressedPage = frame.sections.some((section) => section.pages.some((page) => page.storedNbytes < page.nbytes));
+  const pages = frame.sections.flatMap((section) => section.pages);
+  const hasCompressedPage = pages.some((page) => page.storedNbytes < page.nbytes);
   const used = new Map([
-    ['zstd', hasCompressedPage || codecs.has(1) || codecs.has(2)],
-    ['planes', codecs.has(2)],
+    ['zstd', hasCompressedPage || codecs.has(ZSTD) || codecs.has(PLANES)],
+    ['planes', codecs.has(PLANES)],
   ]);
   for (const [name, isUsed] of used) {
-    if (isUsed !== frame.features.includes(name)) {
-      problems.push(problem('feature_mismatch', `the feature ${name} is ${isUsed ? 'used, not listed' : 'listed, not used'}`));
-    }
+    if (isUsed === frame.features.includes(name)) continue;
+    const how = isUsed ? 'used, not listed' : 'listed, not used';
+    problems.push(problem('feature_mismatch', `the feature ${name} is ${how}`));
   }
 }
 

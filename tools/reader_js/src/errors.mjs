@@ -1,51 +1,50 @@
 // The one error of this reader, and the plain form of it that reports hold.
 
-/** An error with a code of registry/errors.md, a message, and the place it is about. */
+/**
+ * A fault with a code of registry/errors.md. `problems` has all faults of its stage, in the plain
+ * form: {code, message}, and of the place any of where, label, section, page, path, tensor, chunk, block.
+ */
 export class DsdError extends Error {
-  /**
-   * @param {string} code lower_snake, from registry/errors.md
-   * @param {string} message what failed, expected and got
-   * @param {object} place any of label, path, tensor, chunk, block, where
-   */
   constructor(code, message, place = {}) {
     super(`${code}: ${message}`);
     this.name = 'DsdError';
     this.code = code;
-    this.place = place;
-    this.where = describePlace(place);
     this.problems = [problem(code, message, place)];
   }
 
   /** One error for all problems of a stage; its code is that of the first. */
   static fromProblems(problems) {
-    const [first] = problems;
-    const { code, message, ...place } = first;
+    const [{ code, message }] = problems;
     const more = problems.length > 1 ? ` (and ${problems.length - 1} more)` : '';
-    const error = new DsdError(code, message + more, place);
+    const error = new DsdError(code, message + more);
     error.problems = problems;
     return error;
   }
 }
 
-/** A problem as reports hold it: code, message, and the place's fields. */
 export function problem(code, message, place = {}) {
   return { code, message, ...place };
 }
 
-export function describePlace(place) {
-  return ['where', 'label', 'section', 'page', 'path', 'tensor', 'chunk', 'block']
-    .filter((name) => place[name] !== undefined)
-    .map((name) => (name === 'where' ? place.where : `${name} ${place[name]}`))
-    .join(', ');
+/** Add what was thrown to a list of problems, unless it is no fault of a checkpoint. */
+export function addProblems(problems, error) {
+  if (!(error instanceof DsdError)) throw error;
+  problems.push(...error.problems);
 }
 
-/** Run `check`; what it throws as a DsdError goes to `problems`. Returns its result, or undefined. */
-export function collect(problems, check) {
+/** Call `run`, and say of what it throws where it happened. */
+export function withPlace(place, run) {
   try {
-    return check();
+    return run();
   } catch (error) {
     if (!(error instanceof DsdError)) throw error;
-    problems.push(...error.problems);
-    return undefined;
+    throw new DsdError(error.code, error.problems[0].message, place);
   }
+}
+
+const PLACE_FIELDS = ['label', 'section', 'page', 'path', 'tensor', 'chunk', 'block'];
+
+export function describePlace(place) {
+  const fields = PLACE_FIELDS.filter((name) => place[name] !== undefined).map((name) => `${name} ${place[name]}`);
+  return [place.where, ...fields].filter((text) => text !== undefined).join(', ');
 }

@@ -11,10 +11,13 @@ export const PAGE_NBYTES = 65_536;
 export const SECTION_NAMES = ['body', 'tensors', 'shapes', 'chunks', 'boxes', 'digests', 'frames'];
 
 const MAGIC = Uint8Array.of(0x89, 0x44, 0x53, 0x44, 0x0d, 0x0a, 0x1a, 0x0a);
+const MAJOR = 1;
 const SECTION_ROW_NBYTES = 24;
 const PAGE_ROW_NBYTES = 36;
 const MIN_HEAD_NBYTES = 72;
 const MAX_HEAD_NBYTES = 64 * 1024 * 1024;
+const FURTHER_NAME = /^[a-z][a-z0-9_-]{0,7}$/;
+const IGNORABLE = 1;
 const MAX_BODY_NBYTES = 1n << 30n;
 // This reader's own limit (R-17.1 allows one): a section is held in one buffer.
 const MAX_SECTION_NBYTES = 1n << 31n;
@@ -34,13 +37,12 @@ export function parseFixedPart(start, fileNbytes) {
     throw new DsdError('bad_magic', 'the manifest does not begin with the magic of dsd');
   }
   const view = viewOf(start);
-  if (start.length >= 10 && view.getUint16(8, true) !== 1) {
-    throw new DsdError('unknown_major', `the manifest has format version ${view.getUint16(8, true)}; this reader reads version 1`);
+  const major = start.length < 10 ? MAJOR : view.getUint16(8, true);
+  if (major !== MAJOR) {
+    throw new DsdError('unknown_major', `the manifest has format version ${major}; this reader reads version ${MAJOR}`);
   }
   if (start.length < FIXED_NBYTES) throw cutShort(FIXED_NBYTES, fileNbytes);
   const fixed = {
-    major: view.getUint16(8, true),
-    minor: view.getUint16(10, true),
     headNbytes: view.getUint32(12, true),
     manifestNbytes: view.getBigUint64(16, true),
     featuresNbytes: view.getUint32(24, true),
@@ -66,7 +68,7 @@ function checkLengths({ headNbytes, manifestNbytes }, fileNbytes) {
 
 /**
  * The rest of stage 1, from the whole head.
- * @returns {{root: string, features: string[], sections: object[], fixed: object}}
+ * @returns {{root: string, features: string[], sections: object[]}}
  */
 export function parseHead(head, fixed, fileNbytes, expectedRoot) {
   const seal = checkSeal(head);
@@ -80,7 +82,7 @@ export function parseHead(head, fixed, fileNbytes, expectedRoot) {
   const root = toHex(seal);
   checkRoot(root, expectedRoot);
   checkSections(sections);
-  return { fixed, root, features, sections };
+  return { root, features, sections };
 }
 
 function checkSeal(head) {
@@ -106,7 +108,7 @@ function parseSectionRows(head, { sectionCount, pageCount }) {
   for (let i = 0; i < sectionCount; i++) {
     const at = FIXED_NBYTES + SECTION_ROW_NBYTES * i;
     const section = {
-      nameBytes: head.subarray(at, at + 8),
+      name: latin1.decode(head.subarray(at, at + 8)).replace(/\0+$/, ''),
       flags: view.getUint32(at + 8, true),
       pageCount: view.getUint32(at + 12, true),
       nbytes: view.getBigUint64(at + 16, true),
@@ -157,6 +159,7 @@ function placePages(sections, rows, headNbytes) {
     section.pages.forEach((page, i) => {
       const left = section.nbytes - BigInt(i) * BigInt(PAGE_NBYTES);
       page.nbytes = left < BigInt(PAGE_NBYTES) ? Number(left) : PAGE_NBYTES;
+      page.number = i;
       page.byteOffset = byteOffset;
       byteOffset += page.storedNbytes;
       if (page.storedNbytes < 1 || page.storedNbytes > page.nbytes) {
@@ -187,7 +190,7 @@ function parseFeatures(bytes) {
 function checkFeatures(names) {
   const unknown = names.filter((name) => !FEATURES.has(name));
   if (unknown.length > 0) {
-    throw new DsdError('unknown_feature', `the checkpoint needs features that this reader does not know: ${unknown.join(', ')}`);
+    throw new DsdError('unknown_feature', `features that this reader does not know are needed: ${unknown.join(', ')}`);
   }
 }
 
@@ -200,25 +203,20 @@ function checkRoot(root, expected) {
 
 // R-7.1, R-7.2, R-17.1
 function checkSections(sections) {
-  for (const section of sections) section.name = parseSectionName(section.nameBytes);
   SECTION_NAMES.forEach((name, i) => checkOwnSection(sections[i], name));
   const further = sections.slice(SECTION_NAMES.length);
-  for (const section of further) {
-    if ((section.flags & ~1) !== 0) throw badSections(`section ${section.name} has unknown flags ${section.flags}`);
+  for (const { name, flags } of further) {
+    if (!FURTHER_NAME.test(name)) throw badSections(`a section name is malformed: ${JSON.stringify(name)}`);
+    if ((flags & ~IGNORABLE) !== 0) throw badSections(`section ${name} has unknown flags ${flags}`);
   }
   if (new Set(sections.map((section) => section.name)).size < sections.length) {
     throw badSections('a section name occurs twice');
   }
-  for (const section of further) checkIgnorable(section);
+  const unknown = further.find(({ flags }) => flags !== IGNORABLE);
+  if (unknown !== undefined) {
+    throw new DsdError('unknown_section', `the section ${unknown.name} is not known and may not be ignored`);
+  }
   checkSectionLimits(sections);
-}
-
-function parseSectionName(bytes) {
-  const end = bytes.indexOf(0) < 0 ? bytes.length : bytes.indexOf(0);
-  const isPadded = bytes.subarray(end).every((byte) => byte === 0);
-  const isAscii = bytes.subarray(0, end).every((byte) => byte < 0x80);
-  if (end === 0 || !isPadded || !isAscii) throw badSections(`a section name is malformed: ${toHex(bytes)}`);
-  return String.fromCharCode(...bytes.subarray(0, end));
 }
 
 function checkOwnSection(section, name) {
@@ -226,20 +224,9 @@ function checkOwnSection(section, name) {
   if (section.flags !== 0) throw badSections(`the section ${name} has the flags ${section.flags}`);
 }
 
-function checkIgnorable(section) {
-  if ((section.flags & 1) === 0) {
-    throw new DsdError('unknown_section', `the section ${section.name} is not known and may not be ignored`);
-  }
-}
-
 function checkSectionLimits(sections) {
-  const body = sections[0];
-  if (body.nbytes > MAX_BODY_NBYTES) {
-    throw new DsdError('limit_exceeded', `the body has ${body.nbytes} bytes; at most ${MAX_BODY_NBYTES} are allowed`);
-  }
-  for (const section of sections.slice(0, SECTION_NAMES.length)) {
-    if (section.nbytes > MAX_SECTION_NBYTES) {
-      throw new DsdError('limit_exceeded', `the section ${section.name} has ${section.nbytes} bytes; this reader takes ${MAX_SECTION_NBYTES}`);
-    }
+  for (const { name, nbytes } of sections.slice(0, SECTION_NAMES.length)) {
+    const most = name === 'body' ? MAX_BODY_NBYTES : MAX_SECTION_NBYTES;
+    if (nbytes > most) throw new DsdError('limit_exceeded', `section ${name} has ${nbytes} bytes, more than ${most}`);
   }
 }

@@ -48,5 +48,6 @@ function chunkMember(file, c, columns, extent, paths) {
   const type = codec === RAW ? extent.dtype.storedAs : 'U8';
   const shape = codec === RAW ? storedShape(extent.dtype, box.shape) : [extent.stored];
   const begin = columns.byteOffset(c) - file.get('header_nbytes');
-  return `${quote(key)}:{"dtype":"${type}","shape":[${shape.join(',')}],"data_offsets":[${begin},${begin + extent.stored}]}`;
+  const offsets = [begin, begin + extent.stored];
+  return `${quote(key)}:{"dtype":"${type}","shape":[${shape.join(',')}],"data_offsets":[${offsets.join(',')}]}`;
 }

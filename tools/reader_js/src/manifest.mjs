@@ -9,25 +9,21 @@ import {
 import { Columns, findLengthProblems } from './columns.mjs';
 import { readyCodecs } from './codecs.mjs';
 import { readyDigests } from './digests.mjs';
-import { collect, DsdError } from './errors.mjs';
+import { addProblems, DsdError } from './errors.mjs';
 import { decode } from './msgpack.mjs';
-import { checkSection, readSection } from './pages.mjs';
+import { decodePages, readStoredPages, singlePages } from './pages.mjs';
 
 /**
  * Read and check the manifest, up to the first stage that has a problem.
- * @returns {Promise<object>} problems; and frame, body, columns, layout, paths as far as it came
+ * @returns {Promise<object>} problems; and frame, plainBody (as msgpack has it), body, columns, layout, paths
+ *   as far as it came
  */
 export async function loadManifest(storage, { digest } = {}) {
   checkExpectedRoot(digest);
   await Promise.all([readyDigests(), readyCodecs()]);
   const manifest = { problems: [] };
   for (const stage of [loadFrame, loadBody, loadColumns]) {
-    try {
-      await stage(storage, manifest, digest);
-    } catch (error) {
-      if (!(error instanceof DsdError)) throw error;
-      manifest.problems.push(...error.problems);
-    }
+    await stage(storage, manifest, digest).catch((error) => addProblems(manifest.problems, error));
     if (manifest.problems.length > 0) break;
   }
   return manifest;
@@ -43,7 +39,7 @@ function checkExpectedRoot(digest) {
 async function loadFrame(storage, manifest, digest) {
   const place = { label: MANIFEST_LABEL };
   const { kind, nbytes } = await storage.stat(MANIFEST_LABEL);
-  if (kind === 'missing') throw new DsdError('no_manifest', 'there is no manifest.dsd; not a checkpoint', place);
+  if (kind === 'missing') throw new DsdError('no_manifest', 'no manifest.dsd: not a checkpoint', place);
   if (kind !== 'file') throw new DsdError('not_regular_file', 'not a regular file', place);
   const startNbytes = nbytes < BigInt(FIXED_NBYTES) ? Number(nbytes) : FIXED_NBYTES;
   const fixed = parseFixedPart(await storage.read(MANIFEST_LABEL, 0, startNbytes), nbytes);
@@ -54,12 +50,13 @@ async function loadFrame(storage, manifest, digest) {
 // Stages 2 and 3
 async function loadBody(storage, manifest) {
   const { frame, problems } = manifest;
-  const bytes = await readSection(storage, frame.sections[0], problems);
-  if (bytes === null) return;
-  const plain = collect(problems, () => decode(bytes));
+  const [section] = frame.sections;
+  const stored = await readStoredPages(storage, section, problems);
   if (problems.length > 0) return;
-  manifest.plainBody = plain;
-  manifest.body = parseBody(plain, problems);
+  const bytes = decodePages(section, stored, problems);
+  if (problems.length > 0) return;
+  manifest.plainBody = decode(bytes);
+  manifest.body = parseBody(manifest.plainBody, problems);
 }
 
 // Stage 4
@@ -81,11 +78,14 @@ async function loadColumns(storage, manifest) {
   Object.assign(manifest, { columns, paths, layout });
 }
 
-async function readColumnSections(storage, frame, problems) {
-  const sections = new Map();
-  for (const section of frame.sections.slice(1, SECTION_NAMES.length)) {
-    sections.set(section.name, await readSection(storage, section, problems));
-  }
-  for (const section of frame.sections.slice(SECTION_NAMES.length)) await checkSection(storage, section, problems);
-  return sections;
+// All digests come before anything is decoded. Pages of ignored sections are read twice, and not held.
+async function readColumnSections(storage, { sections }, problems) {
+  const own = sections.slice(1, SECTION_NAMES.length);
+  const ignored = sections.slice(SECTION_NAMES.length).flatMap(singlePages);
+  const stored = [];
+  for (const section of own) stored.push(await readStoredPages(storage, section, problems));
+  for (const page of ignored) await readStoredPages(storage, page, problems);
+  if (problems.length > 0) return null;
+  for (const page of ignored) decodePages(page, await readStoredPages(storage, page, problems), problems);
+  return new Map(own.map((section, i) => [section.name, decodePages(section, stored[i], problems)]));
 }

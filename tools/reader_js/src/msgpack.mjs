@@ -8,7 +8,7 @@
 import { compareBytes, compareText, utf8, viewOf } from './bytes.mjs';
 import { DsdError } from './errors.mjs';
 
-const MAX_DEPTH = 256;
+const MAX_DEPTH = 128;
 const CANONICAL_NAN = 0x7ff8000000000000n;
 
 // ignoreBOM: without it the decoder swallows a leading U+FEFF.
@@ -29,12 +29,16 @@ class Walker {
     this.at = 0;
   }
 
+  fail(code, at, message) {
+    throw new DsdError(code, message, { section: 'body', where: `byte ${at}` });
+  }
+
   malformed(at, message) {
-    throw new DsdError('msgpack_malformed', message, { section: 'body', where: `byte ${at}` });
+    this.fail('msgpack_malformed', at, message);
   }
 
   notCanonical(at, message) {
-    throw new DsdError('msgpack_not_canonical', message, { section: 'body', where: `byte ${at}` });
+    this.fail('msgpack_not_canonical', at, message);
   }
 
   /** Step over n bytes, which must be there; returns where they begin. */
@@ -143,7 +147,7 @@ class Walker {
   enter(start, least, depth) {
     if (least > this.bytes.length - this.at) this.malformed(start, 'a length that does not fit');
     if (depth > MAX_DEPTH) {
-      throw new DsdError('limit_exceeded', `nested deeper than ${MAX_DEPTH}`, { section: 'body', where: `byte ${start}` });
+      this.fail('limit_exceeded', start, `nested deeper than ${MAX_DEPTH}`);
     }
   }
 
@@ -179,10 +183,10 @@ class Walker {
     return this.value(0);
   }
 
-  // R-8.3. A key that was met is a repeated one, also when others lie between.
+  // R-8.3. A key that was met is a repeated one, next to its like or not.
   checkKey(at, key, keyBytes, before, entries) {
     if (entries.has(key)) {
-      throw new DsdError('duplicate_key', `the key ${JSON.stringify(key)} occurs twice`, { section: 'body', where: `byte ${at}` });
+      this.fail('duplicate_key', at, `the key ${JSON.stringify(key)} occurs twice`);
     }
     if (before !== null && compareBytes(textOf(before), textOf(keyBytes)) >= 0) {
       this.notCanonical(at, `the key ${JSON.stringify(key)} is out of order`);

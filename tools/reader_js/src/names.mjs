@@ -16,7 +16,7 @@ export function renderName(path) {
 }
 
 /** R-10.6 for the path without its file's prefix. */
-export function renderKey(path) {
+function renderKey(path) {
   if (path.length !== 1 || typeof path[0] !== 'string') return `/${renderName(path)}`;
   const key = escape(path[0]);
   if (key === '__metadata__') return '%5F_metadata__';

@@ -1,53 +1,48 @@
-// A section's bytes from its pages (R-6.8, R-6.9): digests first, then decoding.
+// The pages of a section (R-6.8, R-6.9): digests first, then decoding.
 
 import { equalBytes } from './bytes.mjs';
 import { decodeZstdPiece } from './codecs.mjs';
 import { digest } from './digests.mjs';
-import { collect, problem } from './errors.mjs';
+import { addProblems, problem, withPlace } from './errors.mjs';
 import { MANIFEST_LABEL } from './body.mjs';
 
-/**
- * The decoded bytes of a section; what is wrong is added to `problems`.
- * @returns {Promise<Uint8Array|null>} null if a page is bad
- */
-export async function readSection(storage, section, problems) {
-  const before = problems.length;
-  const stored = await readStoredPages(storage, section);
-  checkPageDigests(section, stored, problems);
-  if (problems.length > before) return null;
-  const bytes = new Uint8Array(Number(section.nbytes));
-  let at = 0;
-  section.pages.forEach((page, i) => {
-    collect(problems, () => bytes.set(decodePage(page, stored[i]), at));
-    at += page.nbytes;
-  });
-  return problems.length > before ? null : bytes;
-}
-
-/** Check a section whose bytes are not wanted: one page is held at a time. */
-export async function checkSection(storage, section, problems) {
-  for (const page of section.pages) {
-    const single = { name: section.name, nbytes: BigInt(page.nbytes), pages: [page] };
-    await readSection(storage, single, problems);
-  }
-}
-
-async function readStoredPages(storage, { pages }) {
+/** The stored bytes of each page; those that do not have their digest are added to `problems`. */
+export async function readStoredPages(storage, { name, pages }, problems) {
   if (pages.length === 0) return [];
   const begin = pages[0].byteOffset;
   const last = pages[pages.length - 1];
   const all = await storage.read(MANIFEST_LABEL, begin, last.byteOffset + last.storedNbytes - begin);
-  return pages.map((page) => all.subarray(page.byteOffset - begin, page.byteOffset - begin + page.storedNbytes));
+  return pages.map((page) => {
+    const at = page.byteOffset - begin;
+    const stored = all.subarray(at, at + page.storedNbytes);
+    if (!equalBytes(digest(stored), page.digest)) {
+      const place = { section: name, page: page.number };
+      problems.push(problem('page_checksum_mismatch', 'the page does not have its digest', place));
+    }
+    return stored;
+  });
 }
 
-// R-6.9
-function checkPageDigests(section, stored, problems) {
-  section.pages.forEach((page, i) => {
-    if (equalBytes(digest(stored[i]), page.digest)) return;
-    problems.push(problem('page_checksum_mismatch', 'the page does not have its digest', { section: section.name, page: i }));
+/** The section's bytes; the pages that do not decode are added to `problems`. */
+export function decodePages({ name, nbytes, pages }, stored, problems) {
+  const bytes = new Uint8Array(Number(nbytes));
+  let at = 0;
+  pages.forEach((page, i) => {
+    try {
+      bytes.set(withPlace({ section: name, page: page.number }, () => decodePage(page, stored[i])), at);
+    } catch (error) {
+      addProblems(problems, error);
+    }
+    at += page.nbytes;
   });
+  return bytes;
 }
 
 function decodePage(page, stored) {
   return page.storedNbytes === page.nbytes ? stored : decodeZstdPiece(stored, page.nbytes);
+}
+
+/** A section page by page, for one whose bytes are not wanted. */
+export function singlePages({ name, pages }) {
+  return pages.map((page) => ({ name, nbytes: page.nbytes, pages: [page] }));
 }

@@ -7,7 +7,7 @@ import { DsdError } from './errors.mjs';
 
 // NONBLOCK: a pipe that took a file's place in between must not hang us. NOFOLLOW: nor a link lead us away.
 const OPEN_FLAGS = constants.O_RDONLY | (constants.O_NOFOLLOW ?? 0) | (constants.O_NONBLOCK ?? 0);
-const MISSING = new Set(['ENOENT', 'ENOTDIR']);
+const MISSING = new Set(['ENOENT', 'ENOTDIR', 'ELOOP']);
 
 export class NodeStorage {
   constructor(folder) {

@@ -14,7 +14,7 @@ import { DTYPES } from './registry.mjs';
 
 const INT_MIN = -(1n << 63n);
 const INT_MAX = (1n << 64n) - 1n;
-const DIM_MAX = (1n << 63n) - 1n;
+const INT63_MAX = (1n << 63n) - 1n;
 const DAY_MICROSECONDS = 86_400_000_000n;
 const PATH_KINDS = new Set(['posix', 'windows', 'pure_posix', 'pure_windows']);
 const INVALID = Object.freeze({ type: 'invalid' });
@@ -25,6 +25,7 @@ export const isMap = (x) => x instanceof Map;
 const isFloat = (x) => typeof x === 'number';
 const isBytes = (x) => x instanceof Uint8Array;
 const inRange = (x, low, high) => isInt(x) && x >= low && x <= high;
+const isPlainInt = (x) => inRange(x, INT_MIN, INT_MAX);
 
 /** Parse the plain value of the key `tree`; what is wrong is added to `problems`. */
 export function parseTree(plain, problems) {
@@ -58,7 +59,7 @@ class Parser {
   plainDict(map) {
     const entries = [];
     for (const [key, item] of map) entries.push([key, this.at(`.${key}`, () => this.value(item))]);
-    return Object.freeze({ type: 'dict', entries });
+    return freeze('dict', { entries });
   }
 
   // R-11.1
@@ -111,7 +112,7 @@ function parseInteger(parser, rest) {
   if (rest.length !== 1 || !isBytes(bytes)) return parser.bad('an int is not one byte string');
   if (!isShortest(bytes)) return parser.bad('an int is longer than it need be');
   const value = BigInt.asIntN(bytes.length * 8, unsignedOf(bytes));
-  if (value >= INT_MIN && value <= INT_MAX) return parser.bad('an int that has a plain form');
+  if (isPlainInt(value)) return parser.bad('an int that has a plain form');
   return value;
 }
 
@@ -207,13 +208,13 @@ function complexIdentity({ re, im }) {
 
 function parseDeque(parser, rest, tag) {
   const [maxlen, ...items] = rest;
-  const isLength = maxlen === null || (isInt(maxlen) && maxlen >= BigInt(items.length));
-  if (!isLength) return parser.bad('maxlen is neither nil nor an int not below the number of items');
+  const isLength = maxlen === null || inRange(maxlen, BigInt(items.length), INT63_MAX);
+  if (!isLength) return parser.bad('maxlen is neither nil nor an int from the number of items to 2^63-1');
   return freeze(tag, { maxlen, items: parser.items(items) });
 }
 
 function parseSize(parser, dims, tag) {
-  if (!dims.every((dim) => inRange(dim, 0n, DIM_MAX))) return parser.bad('a size holds other than dims');
+  if (!dims.every((dim) => inRange(dim, 0n, INT63_MAX))) return parser.bad('a size holds other than dims');
   return freeze(tag, { dims });
 }
 
@@ -285,16 +286,17 @@ function isWindowsAnchor(anchor) {
   return share !== null && share[1] !== '.' && share[2] !== '.';
 }
 
+// Which index it must be is R-11.9, and attributes have no rules but those of section 8.
 function parseTensor(parser, rest, tag) {
   const [index, attributes] = rest;
   const isShape = rest.length === 1 || (rest.length === 2 && isMap(attributes) && attributes.size > 0);
-  if (!isShape || !isInt(index) || index < 0n) return parser.bad('a tensor is not an index and attributes');
+  if (!isShape || !isInt(index)) return parser.bad('a tensor is not an index and attributes');
   return freeze(tag, { index, attributes: attributes ?? null });
 }
 
 /**
- * The tree's leaves in its order, with their paths. A part of a path is a string, a BigInt (an
- * index, or a dict key that is an integer), or {key} with another key's encoding in hexadecimal.
+ * The tree's leaves in its order, with their paths. A part of a path is a string, a BigInt (an index,
+ * or a dict key that is an integer of 64 bits), or {key} with another key's encoding in hexadecimal.
  */
 export function* walkLeaves(value, path = []) {
   const children = childrenOf(value);
@@ -319,7 +321,7 @@ function childrenOf(value) {
 }
 
 function partOf(key) {
-  return isText(key) || isInt(key) ? key : { key: toHex(encode(toPlain(key))) };
+  return isText(key) || isPlainInt(key) ? key : { key: toHex(encode(toPlain(key))) };
 }
 
 /**
@@ -327,7 +329,7 @@ function partOf(key) {
  * @param {function} tensorToPlain what stands for a tensor reference
  */
 export function toPlain(value, tensorToPlain = plainReference) {
-  if (isInt(value)) return value >= INT_MIN && value <= INT_MAX ? value : ['int', bytesOf(value)];
+  if (isInt(value)) return isPlainInt(value) ? value : ['int', bytesOf(value)];
   if (value === null || typeof value !== 'object' || isBytes(value)) return value;
   const inner = (child) => toPlain(child, tensorToPlain);
   const { type } = value;
@@ -335,7 +337,7 @@ export function toPlain(value, tensorToPlain = plainReference) {
   if (type === 'dict' && value.entries.every(([key]) => isText(key))) {
     return new Map(value.entries.map(([key, child]) => [key, inner(child)]));
   }
-  if (value.entries !== undefined) return [type, ...value.entries.map(([key, child]) => [inner(key), inner(child)])];
+  if (value.entries !== undefined) return [type, ...value.entries.map((pair) => pair.map(inner))];
   if (type === 'deque') return [type, value.maxlen, ...value.items.map(inner)];
   if (value.items !== undefined) return [type, ...value.items.map(inner)];
   return [type, ...leafElements(value)];

@@ -4,7 +4,7 @@ import { BlockReader, checkFile } from './blocks.mjs';
 import { MANIFEST_LABEL } from './body.mjs';
 import { equalBytes } from './bytes.mjs';
 import { createStreamDigest } from './digests.mjs';
-import { DsdError } from './errors.mjs';
+import { addProblems, DsdError } from './errors.mjs';
 import { chunksByFile, deriveHeader } from './headers.mjs';
 import { loadManifest } from './manifest.mjs';
 
@@ -31,49 +31,37 @@ export async function verify(storage, options = {}) {
   };
 }
 
-async function collectAsync(problems, check) {
-  try {
-    await check();
-  } catch (error) {
-    if (!(error instanceof DsdError)) throw error;
-    problems.push(...error.problems);
-  }
-}
-
 // Stage 5
 async function verifyFiles(storage, manifest) {
   const { body, columns, layout, paths, problems } = manifest;
   const chunks = chunksByFile(columns, body.files.length, layout.order);
+  const add = (error) => addProblems(problems, error);
   for (const [f, file] of body.files.entries()) {
-    await collectAsync(problems, async () => {
-      await checkFile(storage, file);
-      await checkHeader(storage, file, deriveHeader(file, chunks[f], columns, layout.extents, paths));
-    });
+    const header = deriveHeader(file, chunks[f], columns, layout.extents, paths);
+    await checkDataFile(storage, file, header).catch(add);
   }
-  for (const side of body.sides) {
-    await collectAsync(problems, async () => {
-      await checkFile(storage, side);
-      await checkSide(storage, side);
-    });
-  }
+  for (const side of body.sides) await checkSide(storage, side).catch(add);
 }
 
-//
-async function checkHeader(storage, file, derived) {
+//
+async function checkDataFile(storage, file, derived) {
+  await checkFile(storage, file);
   const label = file.get('label');
   const mismatch = (message) => new DsdError('header_mismatch', message, { label });
   if (derived === null) throw mismatch('the header that the manifest implies does not fit');
   let at = 0;
   for await (const bytes of pieces(storage, label, file.get('header_nbytes'))) {
     const text = derived.subarray(at, at + bytes.length);
-    if (!equalBytes(bytes.subarray(0, text.length), text)) throw mismatch('the header is not the one that the manifest implies');
-    if (bytes.subarray(text.length).some((byte) => byte !== SPACE)) throw mismatch('the header is not padded with spaces');
+    if (!equalBytes(bytes.subarray(0, text.length), text)) throw mismatch('not the header that the manifest implies');
+    const padding = bytes.subarray(text.length);
+    if (padding.some((byte) => byte !== SPACE)) throw mismatch('the header is not padded with spaces');
     at += bytes.length;
   }
 }
 
 //
 async function checkSide(storage, side) {
+  await checkFile(storage, side);
   const label = side.get('label');
   const stream = await createStreamDigest();
   for await (const bytes of pieces(storage, label, side.get('nbytes'))) stream.update(bytes);
@@ -95,14 +83,15 @@ async function verifyBlocks(storage, manifest) {
   const blocks = new BlockReader(storage, manifest);
   for (const c of manifest.layout.order) {
     for (let k = 0; k < Number(manifest.layout.extents[c].blocks); k++) {
-      await collectAsync(manifest.problems, () => blocks.load(c, k));
+      await blocks.load(c, k).catch((error) => addProblems(manifest.problems, error));
     }
   }
 }
 
 //
 async function findUnlisted(storage, body) {
-  const listed = new Set([MANIFEST_LABEL, ...body.files.map((f) => f.get('label')), ...body.sides.map((s) => s.get('label'))]);
+  const labels = [...body.files, ...body.sides].map((entry) => entry.get('label'));
+  const listed = new Set([MANIFEST_LABEL, ...labels]);
   return (await storage.list()).filter((name) => !listed.has(name)).sort();
 }
 

@@ -30,7 +30,8 @@ export function join(parts) {
 }
 
 function pieces(bytes, nbytes) {
-  return Array.from({ length: Math.ceil(bytes.length / nbytes) }, (_, i) => bytes.subarray(i * nbytes, (i + 1) * nbytes));
+  const count = Math.ceil(bytes.length / nbytes);
+  return Array.from({ length: count }, (_, i) => bytes.subarray(i * nbytes, (i + 1) * nbytes));
 }
 
 /** The manifest's bytes from its sections' bytes, each page stored as it is. */
@@ -54,12 +55,14 @@ export function buildManifest(sections, { features = [], flags = {}, names = SEC
   return join([unsealed, digest(unsealed), ...pages]);
 }
 
+const same = (x) => x;
+
 /**
  * A checkpoint of one data file, raw chunks laid one after another in the order given.
  * @param {object} spec tensors: [{dtype, shape, chunks: [{offset, shape, data}]}], tree (plain),
  *   header: the data file's JSON text, and `body`, `sections`, `manifest` to change what is made
  */
-export async function build({ tensors, tree, header, body = (x) => x, sections = (x) => x, manifest = {}, blockNbytes = BLOCK_NBYTES }) {
+export async function build({ tensors, tree, header, body = same, sections = same, manifest = {} }) {
   await readyDigests();
   const headerBytes = utf8(header);
   const headerNbytes = 8 + headerBytes.length;
@@ -67,23 +70,25 @@ export async function build({ tensors, tree, header, body = (x) => x, sections =
   const dtypes = [...new Set(tensors.map(({ dtype }) => dtype))].sort();
   const file = join([packed(8, [headerBytes.length]), headerBytes, ...chunks.map(({ data }) => data)]);
   const plain = body(new Map(Object.entries({
-    block_nbytes: BigInt(blockNbytes), dtypes, extensions: new Map(), layouts: [], meshes: [], sides: [], tree,
+    block_nbytes: BigInt(BLOCK_NBYTES), dtypes, extensions: new Map(), layouts: [], meshes: [], sides: [], tree,
     files: [new Map(Object.entries({
       header_nbytes: BigInt(headerNbytes), label: 'model.safetensors', metadata: new Map(),
       nbytes: BigInt(file.length), prefix: [], rank: 0n,
     }))],
     user: new Map(), world_size: 1n,
   })));
-  const made = sections({ body: encode(plain), ...buildColumns(tensors, chunks, dtypes, headerNbytes, blockNbytes) });
+  const made = sections({ body: encode(plain), ...buildColumns(tensors, chunks, dtypes, headerNbytes) });
   return new Map([['manifest.dsd', buildManifest(made, manifest)], ['model.safetensors', file]]);
 }
 
-function buildColumns(tensors, chunks, dtypes, headerNbytes, blockNbytes) {
-  const blocks = chunks.map(({ data }) => pieces(data, blockNbytes));
+function buildColumns(tensors, chunks, dtypes, headerNbytes) {
+  const blocks = chunks.map(({ data }) => pieces(data, BLOCK_NBYTES));
   const sums = (numbers, start) => numbers.map((_, i) => numbers.slice(0, i).reduce((a, b) => a + b, start));
   return {
-    tensors: packed(4, ['dtype', 'ndim', 'chunks', 'layout'].flatMap((column) => tensors.map(({ dtype, shape, chunks: own }) => (
-      { dtype: dtypes.indexOf(dtype), ndim: shape.length, chunks: own.length, layout: 0 }[column])))),
+    tensors: packed(4, [
+      ...tensors.map(({ dtype }) => dtypes.indexOf(dtype)), ...tensors.map(({ shape }) => shape.length),
+      ...tensors.map((tensor) => tensor.chunks.length), ...tensors.map(() => 0),
+    ]),
     shapes: packed(8, tensors.flatMap(({ shape }) => shape)),
     chunks: join([
       packed(4, chunks.map(() => 0)), packed(4, chunks.map(() => 0)),

@@ -1,11 +1,19 @@
 import assert from 'node:assert/strict';
+import { mkdtempSync, rmSync, symlinkSync, writeFileSync } from 'node:fs';
+import { tmpdir } from 'node:os';
+import { join as joinPath } from 'node:path';
 import { test } from 'node:test';
 import { Checkpoint, MemoryStorage, toHex, verify } from '../index.mjs';
 import { digest } from '../src/digests.mjs';
+import { SECTION_NAMES } from '../src/frame.mjs';
+import { NodeStorage } from '../src/storage_node.mjs';
 import { build, exampleSpec, join, someBytes } from './build.mjs';
 
 const open = async (files, options) => Checkpoint.open(new MemoryStorage(files), options);
-const codesOf = async (files, options) => (await verify(new MemoryStorage(files), options)).problems.map(({ code }) => code);
+const codesOf = async (files, options) => {
+  const { problems } = await verify(new MemoryStorage(files), options);
+  return problems.map(({ code }) => code);
+};
 
 function changed(files, label, change) {
   const bytes = files.get(label).slice();
@@ -17,7 +25,7 @@ test('a checkpoint made by hand verifies and reads', async () => {
   const report = await verify(new MemoryStorage(files));
   assert.deepEqual(report.problems, []);
   const checkpoint = await open(files, { digest: report.root });
-  assert.deepEqual(checkpoint.names, ['a%2Fb', 'm/__proto__', 'm/z%40%25/@1']);
+  assert.deepEqual(checkpoint.tensors.map(({ name }) => name), ['a%2Fb', 'm/__proto__', 'm/z%40%25/@1']);
   assert.deepEqual(await checkpoint.read(['a/b']), someBytes(5000));
   const [left, right] = [someBytes(8, 2), someBytes(16, 3)];
   const rows = join([left.subarray(0, 4), right.subarray(0, 8), left.subarray(4), right.subarray(8)]);
@@ -39,7 +47,8 @@ test('boxes across blocks read as slices', async () => {
 });
 
 test('only touched blocks are looked at', async () => {
-  const files = changed(await build(exampleSpec()), 'model.safetensors', (bytes) => { bytes[bytes.length - 5040] ^= 1; });
+  const flip = (bytes) => { bytes[bytes.length - 5040] ^= 1; };
+  const files = changed(await build(exampleSpec()), 'model.safetensors', flip);
   const checkpoint = await open(files);
   await checkpoint.read('a%2Fb', { offset: [4096], shape: [10] });
   await assert.rejects(checkpoint.read('a%2Fb', { offset: [4095], shape: [1] }), { code: 'checksum_mismatch' });
@@ -96,15 +105,18 @@ test('random changes of a resealed head are refused with a code and never crash'
   }
 });
 
-const bodyChange = (key, value) => ({ body: (plain) => (value === undefined ? plain.delete(key) : plain.set(key, value), plain) });
+const bodyChange = (key, value) => ({ body: (plain) => new Map(plain).set(key, value) });
+const bodyWithout = (key) => ({ body: (plain) => new Map([...plain].filter(([name]) => name !== key)) });
+const treeChange = (...entries) => bodyChange('tree', new Map(entries));
 const FAULTS = [
   ['an unknown key of the body', bodyChange('more', 1n), 'unknown_key'],
-  ['a missing key', bodyChange('user'), 'bad_body'],
+  ['a missing key', bodyWithout('user'), 'bad_body'],
   ['a block that is not a power of two', bodyChange('block_nbytes', 4097n), 'bad_body'],
   ['a dtype that no tensor has', bodyChange('dtypes', ['complex128', 'float32', 'uint8', 'zz']), 'unknown_dtype'],
   ['a root that is a list', bodyChange('tree', ['list']), 'bad_body'],
-  ['a tensor that nothing refers to', bodyChange('tree', new Map([['x', ['tensor', 0n]]])), 'bad_tensor_reference'],
-  ['tensors referred to out of order', bodyChange('tree', new Map([['x', ['tensor', 1n]], ['y', ['tensor', 0n]], ['z', ['tensor', 2n]]])), 'bad_tensor_reference'],
+  ['a tensor that nothing refers to', treeChange(['x', ['tensor', 0n]]), 'bad_tensor_reference'],
+  ['a tensor referred to before the first', treeChange(['x', ['tensor', 1n]]), 'bad_tensor_reference'],
+  ['a reference below the first tensor', treeChange(['x', ['tensor', -1n]]), 'bad_tensor_reference'],
   ['a section that is missing', { manifest: { names: ['body', 'tensors'] } }, 'bad_sections'],
   ['a flag', { manifest: { flags: { body: 1 } } }, 'bad_sections'],
   ['an unknown feature', { manifest: { features: ['quantum'] } }, 'unknown_feature'],
@@ -126,14 +138,44 @@ test('another root digest than expected is refused', async () => {
 });
 
 test('an ignorable section is ignored, another refused', async () => {
-  const withSection = (flags) => build({
+  const withSection = async (name, flags) => codesOf(await build({
     ...exampleSpec(),
-    sections: (made) => ({ ...made, 'x-new': Uint8Array.of(1) }),
-    manifest: { names: ['body', 'tensors', 'shapes', 'chunks', 'boxes', 'digests', 'frames', 'x-new'], flags: { 'x-new': flags } },
-  });
-  assert.deepEqual(await codesOf(await withSection(1)), []);
-  assert.deepEqual(await codesOf(await withSection(0)), ['unknown_section']);
-  assert.deepEqual(await codesOf(await withSection(2)), ['bad_sections']);
+    sections: (made) => ({ ...made, [name]: Uint8Array.of(1) }),
+    manifest: { names: [...SECTION_NAMES, name], flags: { [name]: flags } },
+  }));
+  assert.deepEqual(await withSection('x-new', 1), []);
+  assert.deepEqual(await withSection('x-new', 0), ['unknown_section']);
+  assert.deepEqual(await withSection('x-new', 2), ['bad_sections']);
+  assert.deepEqual(await withSection('X-new', 1), ['bad_sections']);
+});
+
+test('all page digests of a stage come before its pages are decoded, and lengths after', async () => {
+  const shorter = (made) => ({ ...made, tensors: made.tensors.subarray(1), x: Uint8Array.of(1) });
+  const manifest = { names: [...SECTION_NAMES, 'x'], flags: { x: 1 } };
+  const files = await build({ ...exampleSpec(), sections: shorter, manifest });
+  assert.deepEqual(await codesOf(files), ['bad_section_length']);
+  const lastPage = changed(files, 'manifest.dsd', (bytes) => { bytes[bytes.length - 1] ^= 1; });
+  assert.deepEqual(await codesOf(lastPage), ['page_checksum_mismatch']);
+});
+
+test('a link to a checkpoint is one; a link in the place of its manifest is not (R-5.1, R-5.4)', async (t) => {
+  const folder = mkdtempSync(joinPath(tmpdir(), 'dsd-'));
+  t.after(() => rmSync(folder, { recursive: true }));
+  for (const [label, bytes] of await build(exampleSpec())) writeFileSync(joinPath(folder, label), bytes);
+  const codesIn = async (path) => {
+    const storage = new NodeStorage(path);
+    const { problems } = await verify(storage);
+    await storage.close();
+    return problems.map(({ code }) => code);
+  };
+  const link = joinPath(folder, 'link');
+  symlinkSync(folder, link);
+  assert.deepEqual(await codesIn(link), []);
+  symlinkSync('loop', joinPath(folder, 'loop'));
+  assert.deepEqual(await codesIn(joinPath(folder, 'loop')), ['no_manifest']);
+  rmSync(joinPath(folder, 'manifest.dsd'));
+  symlinkSync('model.safetensors', joinPath(folder, 'manifest.dsd'));
+  assert.deepEqual(await codesIn(link), ['not_regular_file']);
 });
 
 test('files that are not listed are named', async () => {

@@ -9,7 +9,11 @@ before(readyCodecs);
 const MAGIC = [0x28, 0xb5, 0x2f, 0xfd];
 const code = 'bad_compressed_data';
 /** A single-segment frame of one RLE block: 200 times the byte 7. */
-const RLE = Uint8Array.from([...MAGIC, 0x20, 200, ...blockHead(200, 1, true), 7]);
+const RLE = frame(0x20, 200, ...blockHead(200, 1, true), 7);
+
+function frame(...bytes) {
+  return Uint8Array.from([...MAGIC, ...bytes]);
+}
 
 function blockHead(size, type, isLast) {
   const head = (size << 3) | (type << 1) | Number(isLast);
@@ -26,14 +30,14 @@ const REFUSED = [
   ['two frames', join([RLE, RLE]), 400],
   ['two frames where one is enough', join([RLE, RLE]), 200],
   ['a skippable frame before', join([Uint8Array.of(0x50, 0x2a, 0x4d, 0x18, 0, 0, 0, 0), RLE]), 200],
-  ['no content size', Uint8Array.from([...MAGIC, 0x00, 0x00, ...blockHead(200, 1, true), 7]), 200],
-  ['a dictionary', Uint8Array.from([...MAGIC, 0x21, 9, 200, ...blockHead(200, 1, true), 7]), 200],
-  ['a reserved bit', Uint8Array.from([...MAGIC, 0x28, 200, ...blockHead(200, 1, true), 7]), 200],
-  ['a window over 64 MiB', Uint8Array.from([...MAGIC, 0x40, (16 << 3) | 1, 0, 0, ...blockHead(256, 1, true), 7]), 256],
-  ['more bytes than declared', Uint8Array.from([...MAGIC, 0x20, 200, ...blockHead(200, 1, false), 7, ...blockHead(1, 1, true), 7]), 200],
-  ['fewer bytes than declared', Uint8Array.from([...MAGIC, 0x20, 201, ...blockHead(200, 1, true), 7]), 201],
-  ['a wrong checksum', Uint8Array.from([...MAGIC, 0x24, 200, ...blockHead(200, 1, true), 7, 1, 2, 3, 4]), 200],
-  ['garbage in a compressed block', Uint8Array.from([...MAGIC, 0x20, 200, ...blockHead(4, 2, true), 255, 255, 255, 255]), 200],
+  ['no content size', frame(0x00, 0x00, ...blockHead(200, 1, true), 7), 200],
+  ['a dictionary', frame(0x21, 9, 200, ...blockHead(200, 1, true), 7), 200],
+  ['a reserved bit', frame(0x28, 200, ...blockHead(200, 1, true), 7), 200],
+  ['a window over 64 MiB', frame(0x40, (16 << 3) | 1, 0, 0, ...blockHead(256, 1, true), 7), 256],
+  ['more bytes than declared', frame(0x20, 200, ...blockHead(200, 1, false), 7, ...blockHead(1, 1, true), 7), 200],
+  ['fewer bytes than declared', frame(0x20, 201, ...blockHead(200, 1, true), 7), 201],
+  ['a wrong checksum', frame(0x24, 200, ...blockHead(200, 1, true), 7, 1, 2, 3, 4), 200],
+  ['garbage in a compressed block', frame(0x20, 200, ...blockHead(4, 2, true), 255, 255, 255, 255), 200],
 ];
 
 for (const [name, piece, nbytes] of REFUSED) {
@@ -41,7 +45,7 @@ for (const [name, piece, nbytes] of REFUSED) {
 }
 
 test('a window of 64 MiB is allowed', () => {
-  const piece = Uint8Array.from([...MAGIC, 0x40, 16 << 3, 0, 0, ...blockHead(256, 1, true), 7]);
+  const piece = frame(0x40, 16 << 3, 0, 0, ...blockHead(256, 1, true), 7);
   assert.equal(decodeZstdPiece(piece, 256).length, 256);
 });
 

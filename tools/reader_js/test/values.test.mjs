@@ -21,7 +21,7 @@ const ACCEPTED = [
   ['counter', ['a', 1n]],
   ['defaultdict'],
   ['frozenset', 1n, ['tuple', 2n, ['frozenset']]],
-  ['deque', null, 1n], ['deque', 1n, 1n],
+  ['deque', null, 1n], ['deque', 1n, 1n], ['deque', (1n << 63n) - 1n],
   ['size', 0n, (1n << 63n) - 1n],
   ['scalar', 'bfloat16', bin(0, 0)],
   ['name', 'torch.dtype', 'float32'],
@@ -31,7 +31,8 @@ const ACCEPTED = [
   ['path', 'posix', '//', 'a', '..'],
   ['path', 'pure_windows', '\\\\server\\share\\', 'a'],
   ['path', 'windows', 'c:', 'a'],
-  ['tensor', 0n, new Map([['future', 1n]])],
+  ['tensor', 0n, new Map([['future', 1n], ['odd', ['no tag', []]]])],
+  ['tensor', -1n], // No value is wrong with it; refuses it where tensors are known.
 ];
 
 for (const plain of ACCEPTED) {
@@ -65,6 +66,7 @@ const REFUSED = [
   [['set', false, 0n], 'duplicate_key'],
   [['odict', ['a', 1n], ['b', 1n], ['a', 1n]], 'duplicate_key'],
   [['deque', 0n, 1n], 'bad_value'],
+  [['deque', 1n << 63n], 'bad_value'],
   [['size', 1n << 63n], 'bad_value'],
   [['scalar', 'float31', bin(0, 0)], 'bad_value'],
   [['scalar', 'float16', bin(0)], 'bad_value'],
@@ -106,6 +108,9 @@ test('keys are equal as numbers are, exactly', () => {
 });
 
 test('leaves come depth first with the parts of their paths', () => {
-  const tree = parseTree(new Map([['a', ['tuple', 1n, ['dict', [3n, null], [false, ['tensor', 0n]]]]]]), []);
-  assert.deepEqual([...walkLeaves(tree)].map(([path]) => path), [['a', 0n], ['a', 1n, 3n], ['a', 1n, { key: 'c2' }]]);
+  const keys = ['dict', [3n, null], [['int', bin(0, 0, 0, 0, 0, 0, 0, 0, 1)], null], [false, ['tensor', 0n]]];
+  const tree = parseTree(new Map([['a', ['tuple', 1n, keys]]]), []);
+  const paths = [...walkLeaves(tree)].map(([path]) => path);
+  const [big, no] = [{ key: '92a3696e74c409000000000000000001' }, { key: 'c2' }];
+  assert.deepEqual(paths, [['a', 0n], ['a', 1n, 3n], ['a', 1n, big], ['a', 1n, no]]);
 });

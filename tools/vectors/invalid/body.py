@@ -103,6 +103,7 @@ MESHES: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("shape-zero", "a shape of 0 and no ranks", {"shape": [0], "ranks": []}),
     ("ranks-fewer", "fewer ranks than its shape", {"ranks": [0]}),
     ("ranks-more", "more ranks than its shape", {"ranks": [0, 1, 2]}),
+    ("ranks-missing", "no ranks", {"ranks": ...}),
     ("rank-twice", "a rank twice", {"ranks": [1, 1]}),
     ("rank-beyond-world", "a rank that is not below world_size", {"ranks": [0, 3]}),
     (
@@ -114,6 +115,7 @@ MESHES: tuple[tuple[str, str, dict[str, object]], ...] = (
 LAYOUTS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("mesh-out-of-range", "a mesh that is not there", {"mesh": 1}),
     ("mesh-missing", "no mesh", {"mesh": ...}),
+    ("placements-missing", "no placements", {"placements": ...}),
     ("placements-fewer", "fewer placements than its mesh has axes", {"placements": []}),
     (
         "placements-more",
@@ -126,6 +128,11 @@ LAYOUTS: tuple[tuple[str, str, dict[str, object]], ...] = (
         "placement-spaces",
         "the placement `strided_shard(0, 2)`",
         {"placements": ["strided_shard(0, 2)"]},
+    ),
+    (
+        "placement-digit-not-ascii",
+        "the placement `shard(1\u0660)`",
+        {"placements": ["shard(1\u0660)"]},
     ),
     ("placement-open", "the placement `shard(0`", {"placements": ["shard(0"]}),
     (
@@ -185,6 +192,13 @@ def provenance_cases() -> Iterator[Case]:
             base = one(meshes=[mesh], layouts=[layout], world_size=3)
             note = f"A {kind} has {what}."
             yield invalid(f"{kind}-{name}", "R-14.1", "bad_body", note, base)
+    rules, code = "R-7.4 R-14.1", "unknown_key"
     base = one(meshes=[MESH | {"device": "cuda"}], world_size=3)
     note = "A mesh has a key that is not known."
-    yield invalid("mesh-unknown-key", "R-14.1 R-7.4", "unknown_key", note, base)
+    yield invalid("mesh-unknown-key", rules, code, note, base)
+    base = one(meshes=[MESH], layouts=[LAYOUT | {"": None}], world_size=3)
+    note = "A layout has an empty key."
+    yield invalid("layout-unknown-key", rules, code, note, base)
+    for table in ("layouts", "meshes", "sides"):
+        note, change = f"An entry of {table} is nil.", body_put(table, [None])
+        yield invalid(f"body-{table}-entry-type", "R-7.4", "bad_body", note, one(), body=change)

@@ -132,7 +132,7 @@ def file_cases() -> Iterator[Case]:
     note, change = "A data file has a length of 2^63.", in_file(nbytes=1 << 63)
     yield invalid("file-nbytes-2-63", "R-17.2", code, note, one(), body=change)
     note, change = "An entry of files is a string.", body_put("files", ["model.safetensors"])
-    yield invalid("body-files-entry-type", rule, code, note, one(), body=change)
+    yield invalid("body-files-entry-type", "R-7.4 R-10.1", code, note, one(), body=change)
     note = "The entries of files are in falling order."
     change = labelled("files", "b.safetensors", "a.safetensors")
     yield invalid("files-unsorted", rule, code, note, TWO_FILES, body=change)
@@ -144,6 +144,8 @@ def side_cases() -> Iterator[Case]:
     for name, what, members in SIDE_MEMBERS:
         note = f"A side file's entry has {what}."
         yield invalid(f"side-{name}", "R-7.6", "bad_body", note, SIDE, body=in_side(**members))
+    note, change = "A side file has a length of 2^63.", in_side(nbytes=1 << 63)
+    yield invalid("side-nbytes-2-63", "R-17.2 R-7.6", "bad_body", note, SIDE, body=change)
     note = "The entries of sides are in falling order."
     change = labelled("sides", "b.json", "a.json")
     yield invalid("sides-unsorted", "R-7.4", "bad_body", note, TWO_SIDES, body=change)

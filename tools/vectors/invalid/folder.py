@@ -21,6 +21,14 @@ IRREGULAR = (
 )
 
 
+# What lies in the place of the folder, after it was removed.
+NO_FOLDER = (
+    ("missing", [], "There is no such folder."),
+    ("link-to-nothing", symlink("", "nowhere"), "The folder is a link to nothing."),
+    ("pipe", fifo(""), "A pipe lies in the place of the folder."),
+)
+
+
 def cases() -> Iterator[Case]:
     yield from missing_cases()
     yield from cut_cases()
@@ -28,8 +36,9 @@ def cases() -> Iterator[Case]:
 
 
 def missing_cases() -> Iterator[Case]:
-    code, gone = "no_manifest", [{"op": "remove", "label": ""}]
-    yield invalid("folder-missing", "R-5.1", code, "There is no such folder.", one(), setup=gone)
+    code, gone = "no_manifest", {"op": "remove", "label": ""}
+    for name, instead, note in NO_FOLDER:
+        yield invalid(f"folder-{name}", "R-5.1", code, note, one(), setup=[gone, *instead])
     note = "A folder of data files alone."
     yield invalid("manifest-missing", "R-5.1", code, note, one(), files=without(MANIFEST))
     for name, setup, what in IRREGULAR:
@@ -48,6 +57,8 @@ def cut_cases() -> Iterator[Case]:
         ("empty", 0, "has no bytes"),
         ("in-magic", 7, "ends inside the magic"),
         ("after-magic", 8, "is the magic alone"),
+        ("in-major", 9, "ends inside the major version"),
+        ("after-major", 10, "ends behind the major version"),
         ("in-fixed-part", HEAD_FIXED - 1, "ends in the last byte of the fixed part"),
         ("after-fixed-part", HEAD_FIXED, "is the fixed part alone"),
         ("in-section-rows", HEAD_FIXED + SECTION_ROW + 6, "ends inside a section row"),

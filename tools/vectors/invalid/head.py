@@ -5,17 +5,19 @@ from collections.abc import Iterator
 
 from vectors.builder import PAGE_NBYTES, build
 from vectors.cases import Case, invalid
-from vectors.declare import Chunk, Head
+from vectors.declare import MAGIC, Chunk, Head, Section
 from vectors.hooks import features, flip, head_plus, head_put
 from vectors.invalid.folder import HEAD_FIXED, SECTION_ROW
 from vectors.samples import one, tree
-from vectors.zstd import hand_frame_if_smaller
+from vectors.wire import noise
+from vectors.zstd import hand_frame_if_smaller, zeros_only
 
 U32 = (1 << 32) - 1
 U64 = (1 << 64) - 1
 ZSTD_USED = one("uint8", (4096,), Chunk((0,), (4096,), 0, 1))
 BOTH_USED = one("int16", (300,), Chunk((0,), (300,), 0, 2))
 PAGES_USED = one(user={"text": " " * 500}, page=hand_frame_if_smaller)
+IGNORED_USED = one(more_sections=[Section(b"later", bytes(500), 1)], page=zeros_only)
 
 
 def shift_pages(head: Head) -> None:
@@ -220,6 +222,12 @@ FEATURE_USES = (
         PAGES_USED,
         "A page is compressed, and zstd is not listed.",
     ),
+    (
+        "zstd-not-listed-ignorable",
+        b"",
+        IGNORED_USED,
+        "A page of a section that is ignored is compressed, and zstd is not listed.",
+    ),
 )
 
 
@@ -236,6 +244,7 @@ def fixed_part_cases() -> Iterator[Case]:
         note = f"The major version is {major}."
         change = head_put(major=major)
         yield invalid(f"major-{major}", "R-6.2", "unknown_major", note, one(), head=change)
+    yield from other_major_cases()
     for name, rule, code, note, hooks in LENGTHS:
         yield invalid(name, rule, code, note, one(), **hooks)
     for field in ("features_nbytes", "section_count", "page_count"):
@@ -246,6 +255,22 @@ def fixed_part_cases() -> Iterator[Case]:
         yield invalid(f"{name}-max", "R-6.6", "bad_head", note, one(), head=change)
     for name, note, change in SUMS:
         yield invalid(name, "R-6.6", "bad_head", note, one(), head=change)
+
+
+def other_major_cases() -> Iterator[Case]:
+    """Version 2 in a file of which only magic and version are as this text says."""
+    begin = MAGIC + struct.pack("<H", 2)
+    for nbytes in (10, 20, 39, 1000):
+        data = begin + noise(nbytes - len(begin), "version 2")
+        note = f"Major version 2 in a file of {nbytes} bytes, which may mean anything."
+        yield invalid(
+            f"major-2-of-{nbytes}-bytes",
+            "R-6.2",
+            "unknown_major",
+            note,
+            one(),
+            manifest=lambda _, data=data: data,
+        )
 
 
 def seal_cases() -> Iterator[Case]:

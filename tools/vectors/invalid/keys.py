@@ -14,6 +14,7 @@ SAME: tuple[tuple[str, list[object]], ...] = (
     ("frozenset", ["frozenset", "a", "a"]),
     ("dict", ["dict", [1, "x"], [1, "y"]]),
     ("counter", ["counter", ["a", 1], ["a", 1]]),
+    ("set-others-between", ["set", 1, 2, 1]),
 )
 EQUAL: tuple[tuple[str, list[object]], ...] = (
     ("odict", ["odict", ["k", 1], ["z", 2], ["k", 3]]),

@@ -1,6 +1,6 @@
 """The body as msgpack: forms, bytes that are no msgpack, depth (section 8)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from vectors.cases import Case, invalid
 from vectors.declare import Checkpoint
@@ -57,6 +57,17 @@ KEY_TWICE = (
     ("values-differ", "82a161c0a16101"),
     ("empty", "82a0c0a0c0"),
     ("of-three", "83a161c0a162c0a162c0"),
+    ("others-between", "83a161c0a162c0a161c0"),
+)
+
+# Members of the body that hold a value where section 11 does not look.
+UNSEEN: tuple[tuple[str, str, Callable[[Raw], dict[str, object]]], ...] = (
+    ("extensions", "an extension", lambda value: {"extensions": {"x": value}}),
+    (
+        "attributes",
+        "an attribute of a tensor",
+        lambda value: {"tree": {"w": ["tensor", 0, {"x": value}]}},
+    ),
 )
 
 # Values that are no msgpack.
@@ -114,6 +125,7 @@ def cases() -> Iterator[Case]:
     yield from not_canonical_cases()
     yield from key_twice_cases()
     yield from malformed_cases()
+    yield from unseen_cases()
     yield from depth_cases()
 
 
@@ -164,6 +176,13 @@ def key_twice_cases() -> Iterator[Case]:
         return b"\x8b" + data[1:] + pack("world_size") + b"\x01"
 
     yield invalid("msgpack-key-twice-body", rule, code, note, one(), body_bytes=twice)
+    note = "The body has `block_nbytes` at its begin and at its end."
+
+    def again(data: bytes) -> bytes:
+        return b"\x8b" + data[1:] + pack("block_nbytes") + pack(4096)
+
+    case_id = "msgpack-key-twice-body-others-between"
+    yield invalid(case_id, rule, code, note, one(), body_bytes=again)
     note = "A file's entry has its label twice."
     yield invalid("msgpack-key-twice-file", rule, code, note, one(), body=label_twice)
 
@@ -183,16 +202,35 @@ def malformed_cases() -> Iterator[Case]:
         yield invalid(f"msgpack-{name}", rule, code, note, one(), body_bytes=change)
 
 
+def unseen_cases() -> Iterator[Case]:
+    """Section 8 holds everywhere in the body, also where a reader ignores what is there."""
+    for where, what, members in UNSEEN:
+        for name, data, rule, code in (
+            ("float32", "ca3f800000", "R-8.2", "msgpack_not_canonical"),
+            ("key-twice", "82a161c0a161c0", "R-8.3", "duplicate_key"),
+            ("ext", "d40100", "R-8.4", "msgpack_not_canonical"),
+            ("depth", "91" * 128 + "c0", "R-8.6", "limit_exceeded"),
+        ):
+            note = f"In {what}: {data if len(data) < 50 else '128 arrays of one element'}."
+            change = body_puts(members(Raw(bytes.fromhex(data))))
+            case_id = f"msgpack-{name}-in-{where}"
+            yield invalid(case_id, f"{rule} R-7.4", code, note, one(), body=change)
+
+
+def body_puts(members: dict[str, object]) -> Callable[[dict], None]:
+    return lambda body: body.update(members)
+
+
 def depth_cases() -> Iterator[Case]:
     lists: object = None
-    for _ in range(255):
+    for _ in range(127):
         lists = ["list", lists]
     maps: object = {}
-    for _ in range(254):
+    for _ in range(126):
         maps = {"": maps}
     for name, note, value in (
-        ("257", "Body, tree, and 255 lists: one deeper than allowed.", lists),
-        ("257-maps", "Body, tree, and 255 maps, the innermost empty.", maps),
+        ("129", "Body, tree, and 127 lists: one deeper than allowed.", lists),
+        ("129-maps", "Body, tree, and 127 maps, the innermost empty.", maps),
         ("100000", "100,000 arrays of one element.", Raw(b"\x91" * 100_000 + b"\xc0")),
         ("100000-maps", "100,000 maps of one entry.", Raw(b"\x81\xa0" * 100_000 + b"\xc0")),
     ):

@@ -6,7 +6,7 @@ from vectors.cases import Case, invalid
 from vectors.declare import Checkpoint, Tensor
 from vectors.hooks import Columns, block_stored, column_put, column_set, in_file, moved
 from vectors.invalid.tensors import U64, squeezed
-from vectors.samples import boxes, one, ranks, two
+from vectors.samples import boxes, compressed, one, ranks, tensor, two
 
 SHUFFLED = one(
     "uint8", (2,), *boxes(((0,), (1,)), ((1,), (1,)), files="10"), files=ranks(2), world_size=2
@@ -121,6 +121,10 @@ ZEROS = Checkpoint(
     {"a": ["tensor", 0], "b": ["tensor", 1]},
 )
 
+EMPTY_FIRST = Checkpoint(
+    [tensor("uint8", (0,)), tensor("uint8", (16,))], {"a": ["tensor", 0], "b": ["tensor", 1]}
+)
+
 # Where the chunks of a file are laid, all else being made from it.
 PLACES = (
     ("overlap", "Two chunks share eight bytes.", (0, 8)),
@@ -172,10 +176,21 @@ def number_cases() -> Iterator[Case]:
     code = "bad_block_index"
     for name, rule, note, base, change in NUMBERS:
         yield invalid(f"blocks-{name}", rule, code, note, base, columns=change)
+    note = "The second chunk begins at byte 0, and so is the first in storage order."
+    change = column_put("byte_offset", 1, 0)
+    yield invalid("blocks-order-by-offset", "R-9.13 R-10.2", code, note, ZEROS, columns=change)
+    note = "The first chunk, a compressed one, begins behind the file, and so is the last in order."
+    change, case_id = column_put("byte_offset", 0, 1 << 40), "blocks-order-by-offset-compressed"
+    yield invalid(case_id, "R-9.13 R-10.2", code, note, squeezed(), columns=change)
     for name, codec, nbytes, note in STORED:
         change = block_stored(0, lambda _, nbytes=nbytes: bytes(nbytes))
         base = squeezed(codec=codec)
         yield invalid(f"blocks-stored-{name}", "R-9.15", code, note, base, chunks=change)
+    note = "A block of complex64 is stored in a byte more than four planes and their lengths have."
+    base = compressed(bytes(4096), codec=2, dtype="complex64")
+    change = block_stored(0, lambda _: bytes(4096 + 4 * 4 + 1))
+    case_id = "blocks-stored-more-planes-complex64"
+    yield invalid(case_id, "R-9.15 R-12.2", code, note, base, chunks=change)
 
 
 def byte_range_cases() -> Iterator[Case]:
@@ -184,6 +199,9 @@ def byte_range_cases() -> Iterator[Case]:
         yield invalid(f"bytes-{name}", "R-10.2", code, note, ZEROS, chunks=moved(*offsets))
     for name, rule, note, change in OFFSETS:
         yield invalid(f"bytes-{name}", rule, code, note, ZEROS, columns=change)
+    note = "A chunk without bytes lies at byte 0 of the file."
+    change = column_put("byte_offset", 0, 0)
+    yield invalid("bytes-empty-chunk", "R-10.2", code, note, EMPTY_FIRST, columns=change)
     note = "The file has eight bytes behind its last chunk, and the manifest says so."
     yield invalid("bytes-behind-last-chunk", "R-10.2", code, note, ZEROS, **longer(0))
     note = "A file has eight bytes and no chunks."

@@ -39,6 +39,21 @@ FIRST_SEVEN = (
     ("flags-unknown-bit", "One of the seven has an unknown flag.", section_put(1, flags=2)),
 )
 
+# Names of later sections that does not allow.
+NAMES_OF_LATER = (
+    ("empty", b"", "no name"),
+    ("upper-case", b"Later", "a name with a capital letter"),
+    ("digit", b"2nd", "a name that begins with a digit"),
+    ("dash", b"-later", "a name that begins with a dash"),
+    ("after-zero", b"a\0b", "a byte behind the name and its zero byte"),
+    ("zero-first", b"\0later", "a zero byte before its name"),
+    ("control", b"a\x01b", "a name with a control character"),
+    ("newline", b"later\n", "a name that ends in a newline"),
+    ("space-padded", b"later   ", "a name that is padded with spaces"),
+    ("dot", b"a.b", "a name with a dot"),
+    ("not-ascii", "é".encode(), "a name that is not ASCII"),
+)
+
 # Later sections that are not as says.
 LATER = (
     (
@@ -71,6 +86,10 @@ def section_cases() -> Iterator[Case]:
         for name, note, change in rows:
             case_id = f"sections-{name}"
             yield invalid(case_id, rule, "bad_sections", note, one(), sections=change)
+    for name, raw, what in NAMES_OF_LATER:
+        base = one(more_sections=[Section(raw, b"data", 1)])
+        note = f"A later section has {what}."
+        yield invalid(f"sections-later-name-{name}", "R-7.2", "bad_sections", note, base)
     code = "unknown_section"
     unknown = one(more_sections=[Section(b"later", b"data")])
     note = "A section that may not be ignored."
@@ -112,6 +131,10 @@ def compressed_page_cases() -> Iterator[Case]:
     note = "A page of `chunks` is a byte shorter than its length, and no zstd frame."
     pages = page_stored(3, lambda data: data[:-1])
     yield invalid("page-not-zstd-in-columns", rules, code, note, two(), pages=pages)
+    note = "A page of a section that is ignored is a byte shorter, and no zstd frame."
+    more, pages = one(more_sections=[EXTRA]), page_stored(7, lambda data: data[:-1])
+    rules = "R-12.1 R-7.2"
+    yield invalid("page-not-zstd-in-ignorable", rules, code, note, more, pages=pages)
 
 
 def body_over_a_gibibyte() -> Case:

@@ -187,12 +187,20 @@ def bound_cases() -> Iterator[Case]:
     note, base = "The box of an empty tensor has an element.", one("uint8", (0, 4))
     change = column_set("boxes", 0, 0, 1, 4)
     yield invalid("bounds-empty-tensor", rule, code, note, base, columns=change)
+    note, chunks = "A box without elements lies behind the tensor.", (((0,), (4,)), ((5,), (0,)))
+    yield invalid("bounds-empty-box", rule, code, note, one("uint8", (4,), *boxes(*chunks)))
 
 
 def empty_cases() -> Iterator[Case]:
     rule, code = "R-9.6", "empty_chunk"
     for name, note, shape, chunks in EMPTY:
         yield invalid(f"empty-{name}", rule, code, note, one("uint8", shape, *chunks))
+    note, planes = "The chunk of an empty tensor of one byte an element has codec 2.", 2
+    base = one("uint8", (0, 4), Chunk((0, 0), (0, 4), 0, planes))
+    yield invalid("empty-tensor-codec-2", "R-9.6 R-9.11", code, note, base)
+    note, change = "The chunk of an empty tensor has codec 7.", column_put("codec", 0, 7)
+    base = one("uint8", (0, 4))
+    yield invalid("empty-tensor-codec-7", "R-9.6 R-9.11", code, note, base, columns=change)
     yield invalid(
         "empty-tensor-no-chunks",
         rule,

@@ -101,15 +101,18 @@ def cases() -> Iterator[Case]:
     none = {"chunks": no_chunks, "columns": column_put("chunk_count", 0, 0)}
     for name, shape in (("tiling-no-chunks", (2, 3)), ("tiling-no-chunks-zero-dims", ())):
         note = "A tensor without chunks."
-        yield invalid(name, "R-9.8", "chunk_hole", note, one("float32", shape), **none)
+        yield invalid(name, "R-9.9", "chunk_hole", note, one("float32", shape), **none)
     for rule, code, rows in (
-        ("R-9.8", "chunk_hole", HOLES),
-        ("R-9.8", "chunk_overlap", OVERLAPS),
+        ("R-9.9", "chunk_hole", HOLES),
+        ("R-9.9", "chunk_overlap", OVERLAPS),
         ("R-9.7", "chunk_order", ORDERS),
     ):
         for name, shape, chunks, note in rows:
             yield invalid(f"tiling-{name}", rule, code, note, one("uint8", shape, *chunks))
     note, twice = "The one element of a 0-d tensor is there twice.", [Chunk((), ())] * 2
     yield invalid("zero-dims-twice", "R-9.7", "chunk_order", note, one("float32", (), *twice))
-    base = one("uint8", (2,) * 9, *cut_guillotine(9))
-    yield invalid("cut-dims-9", "R-9.9", "limit_exceeded", "Nine dims are cut.", base)
+    rule, code, nine = "R-9.8", "limit_exceeded", cut_guillotine(9)
+    base = one("uint8", (2,) * 9, *nine)
+    yield invalid("cut-dims-9", rule, code, "Nine dims are cut.", base)
+    note, base = "Nine dims are cut, and an element is missing.", one("uint8", (2,) * 9, *nine[1:])
+    yield invalid("cut-dims-9-hole", f"{rule} R-9.9", code, note, base)

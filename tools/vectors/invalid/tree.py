@@ -39,6 +39,7 @@ ELEMENTS: tuple[tuple[str, object], ...] = (
     ("deque-maxlen-type", ["deque", "3"]),
     ("deque-maxlen-bool", ["deque", True, 1]),
     ("deque-maxlen-negative", ["deque", -1]),
+    ("deque-maxlen-2-63", ["deque", 1 << 63, 1]),
     ("deque-over-maxlen", ["deque", 2, 1, 2, 3]),
     ("size-negative", ["size", -1]),
     ("size-2-63", ["size", 1 << 63]),
@@ -59,6 +60,7 @@ ELEMENTS: tuple[tuple[str, object], ...] = (
     ("name-type", ["name", "torch.dtype", 5]),
     ("tensor-arity", ["tensor"]),
     ("tensor-index-type", ["tensor", "0"]),
+    ("tensor-index-float", ["tensor", 0.0]),
     ("tensor-index-bool", ["tensor", False]),
     ("tensor-attributes-type", ["tensor", 0, ["list"]]),
     ("tensor-more", ["tensor", 0, {"flavour": "numpy"}, 1]),
@@ -184,6 +186,8 @@ REFERENCES: tuple[tuple[str, dict[str, object], str], ...] = (
         {"a": A, "b": B, "c": ["tensor", (1 << 64) - 1]},
         "A reference has the index 2^64-1.",
     ),
+    ("negative", {"a": A, "b": B, "c": ["tensor", -1]}, "A reference has the index -1."),
+    ("in-attributes", {"a": ["tensor", 0, {"b": B}]}, "A tensor is met in attributes only."),
     ("unused", {"a": A, "b": None}, "A tensor is not referred to."),
     ("none", {"a": None}, "No tensor is referred to."),
     (
@@ -216,6 +220,10 @@ def after_tensor(value: object) -> Checkpoint:
     return Checkpoint([tensor("uint8", (3,))], {"a": TENSOR, "v": Raw(pack(value))})
 
 
+def pair_of_tensors() -> Checkpoint:
+    return Checkpoint([tensor("uint8", (3,), str(i)) for i in range(2)], {"a": A, "b": B})
+
+
 def tag_cases() -> Iterator[Case]:
     code = "unknown_value_type"
     for name, value, what in TAGS:
@@ -227,6 +235,9 @@ def tag_cases() -> Iterator[Case]:
     note = "An unknown tag as a value of an ordered dict."
     nested = ["odict", ["k", ["slice", 0, 1, None]]]
     yield invalid("tag-unknown-in-pair", "R-11.1", code, note, tree(nested))
+    note = "An unknown tag in the place of a tensor: the references after it are a later stage."
+    base, hidden = pair_of_tensors(), body_put("tree", {"a": ["tensors", 0], "b": B})
+    yield invalid("tag-unknown-for-a-tensor", "R-11.1 R-11.9", code, note, base, body=hidden)
 
 
 def value_cases() -> Iterator[Case]:
@@ -251,7 +262,6 @@ def form_cases() -> Iterator[Case]:
 
 
 def reference_cases() -> Iterator[Case]:
-    base = Checkpoint([tensor("uint8", (3,), str(i)) for i in range(2)], {"a": A, "b": B})
     for name, root, note in REFERENCES:
-        code, change = "bad_tensor_reference", body_put("tree", root)
+        code, change, base = "bad_tensor_reference", body_put("tree", root), pair_of_tensors()
         yield invalid(f"reference-{name}", "R-11.9", code, note, base, body=change)

@@ -91,6 +91,9 @@ def planes_cases() -> Iterator[Case]:
         yield valid(f"planes-{dtype}", rules, note, planed(dtype, count))
     note = "Codec 2 with raw planes only: stored longer than decoded."
     yield valid("planes-all-raw", "R-12.2", note, planed("int32", 300, piece=zstd.raw))
+    note = "Codec 2 with raw planes only, four of a complex64: the longest that R-9.15 allows."
+    checkpoint = planed("complex64", 300, piece=zstd.raw)
+    yield valid("planes-all-raw-complex64", "R-9.15 R-12.2", note, checkpoint)
     note = "Codec 2 on one element: planes of one byte."
     yield valid("planes-one-element", "R-12.2", note, planed("float64", 1))
     low, high = noise(700, "hand"), bytes(700)

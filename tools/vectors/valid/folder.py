@@ -13,7 +13,19 @@ LATER = [
     Section(b"zz-later", noise(100), 1),
     Section(b"index", noise(70_000), 1),
     Section(b"empty", b"", 1),
+    Section(b"a_9-", b"x", 1),
 ]
+ZEROS = Section(b"later", bytes(70_000), 1)
+# Canonical msgpack, and none of it a value of section 11.
+EXTENSIONS = {
+    "": None,
+    "arrays": [[], [0, -1.5], ["no tag", {"key": [True]}]],
+    "dict": ["dict", [2, None], [1, None], [1, None]],
+    "nan": float("nan"),
+    "pickle": ["pickle", b"\x80\x04N."],
+    "tensor": ["tensor", 99],
+    "tree": {"w": ["tensor", -1]},
+}
 METADATA = {"z": "last", "format": "pt", "": "é🦙", 'q"\\': "\n\x01\x7f\u2028"}
 SPECIAL_FILES = [
     {"op": "mkdir", "label": "folder"},
@@ -59,6 +71,9 @@ def head_cases() -> Iterator[Case]:
     yield valid("expected-digest", "R-6.13", note, one(), digest="root")
     note = "Unknown sections that may be ignored: eight bytes of name, two pages, none."
     yield valid("section-ignorable", "R-7.2 R-16.1", note, one(more_sections=LATER))
+    note = "A compressed section that is ignored, and the only thing that needs zstd."
+    checkpoint = one(more_sections=[ZEROS], page=zstd.zeros_only)
+    yield valid("section-ignorable-compressed", "R-6.12 R-7.2", note, checkpoint)
 
 
 def page_cases() -> Iterator[Case]:
@@ -134,6 +149,8 @@ def file_cases() -> Iterator[Case]:
     extensions = {"org.example": {"a": ["tuple", 1, None]}, "later": True}
     note = "Unknown extensions are ignored."
     yield valid("extensions", "R-16.1", note, one(extensions=extensions))
+    note = "Extensions are checked by section 8 alone: these would be no values."
+    yield valid("extensions-odd", "R-7.4 R-16.1", note, one(extensions=EXTENSIONS))
 
 
 def provenance_cases() -> Iterator[Case]:

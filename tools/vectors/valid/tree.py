@@ -37,6 +37,10 @@ KEYS = (
     members("frozenset", 1),
     ["complex", 0.0, 1.0],
 )
+INT_KEYS = (
+    *(0, -1, -33, (1 << 64) - 1, -(1 << 63)),
+    *map(big_int, (1 << 64, -(1 << 63) - 1, 1 << 200)),
+)
 SECTIONS = {
     "model": {"layers.0.weight": REF[0]},
     "optimizer": {
@@ -56,6 +60,12 @@ ATTRIBUTES = {
     "a": ["tensor", 0, {"flavour": "numpy"}],
     "b": ["tensor", 1, {"dim_order": ["list", 0], "later": ["tuple", 1, None]}],
     "c": ["tensor", 0, {"unknown": True}],
+}
+# Canonical msgpack, and nothing that a reader expects, or that section 11 allows.
+ODD_ATTRIBUTES = {
+    "a": ["tensor", 0, {"flavour": 7, "dim_order": "reversed"}],
+    "b": ["tensor", 1, {"flavour": ["pickle", b"N."], "dim_order": ["list", 5, -5, None]}],
+    "c": ["tensor", 1, {"": [], "set": ["set", 2, 1, 1], "tensor": ["tensor", 99]}],
 }
 
 
@@ -125,20 +135,29 @@ def reference_cases() -> Iterator[Case]:
     rules = "R-10.6 R-11.9"
     note = "Tensors in lists, tuples, deques, ordered and other dicts."
     yield valid("tree-tensors-in-containers", rules, note, Checkpoint(small(8), CONTAINERS))
-    ordered = [key for key, _ in pairs("dict", *((key, None) for key in KEYS))[1:]]
-    numbered = ["dict", *([key, ref] for key, ref in zip(ordered, REF, strict=True))]
     note = "Tensors under int, float, none, bytes, tuple, frozenset and complex keys."
-    checkpoint = Checkpoint(small(12), {"state": numbered})
+    checkpoint = Checkpoint(small(12), {"state": under_keys(KEYS)})
     yield valid("tree-keys-of-other-types", rules, note, checkpoint)
+    note = "Tensors under integers: decimal in keys if they have 64 bits, else as they are encoded."
+    checkpoint = Checkpoint(small(8), {"state": under_keys(INT_KEYS)})
+    yield valid("tree-keys-int", rules, note, checkpoint)
     booleans = ["dict", [False, REF[0]], [True, REF[1]]]
     note = "Booleans are dict keys, and no integers."
     yield valid("tree-keys-bool", "R-10.6", note, Checkpoint(small(2), {"state": booleans}))
     note = "Attributes of references, known and unknown, of one tensor twice."
     yield valid("tree-attributes", "R-11.3 R-16.1", note, Checkpoint(small(2), ATTRIBUTES))
+    note = "Attributes of types that nobody expects, untagged and with unknown tags: ignored."
+    yield valid("tree-attributes-odd", "R-16.1 R-11.9", note, Checkpoint(small(2), ODD_ATTRIBUTES))
     many = [tensor("uint8", (), str(index)) for index in range(4100)]
     root = {f"layers.{index:04}": ["tensor", index] for index in range(4100)}
     note = "So many tensors that most sections have several pages."
     yield valid("tree-4100-tensors", "R-6.8 R-7.3 R-11.9", note, Checkpoint(many, root))
+
+
+def under_keys(keys: tuple[object, ...]) -> list[object]:
+    """A dict of tensors, numbered in the order of the encoded keys."""
+    ordered = [key for key, _ in pairs("dict", *((key, None) for key in keys))[1:]]
+    return ["dict", *([key, ref] for key, ref in zip(ordered, REF, strict=False))]
 
 
 def name_cases() -> Iterator[Case]:

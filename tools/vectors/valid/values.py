@@ -227,8 +227,13 @@ def cases() -> Iterator[Case]:
         "Keys that differ by less than a float64 can tell, or only by type.",
         tree(pairs("dict", *((key, index) for index, key in enumerate(NEARLY_EQUAL)))),
     )
-    deep: object = None
-    for _ in range(254):
-        deep = ["list", deep]
-    note = "The deepest nesting that is allowed: body, tree, and 254 lists."
-    yield valid("values-depth-256", "R-8.6", note, tree(deep))
+    lists: object = None
+    for _ in range(126):
+        lists = ["list", lists]
+    note = "The deepest nesting that is allowed: body, tree, and 126 lists."
+    yield valid("values-depth-128", "R-8.6", note, tree(lists))
+    maps: object = {}
+    for _ in range(125):
+        maps = {"": maps}
+    note = "Body, tree, and 126 maps, the innermost empty."
+    yield valid("values-depth-128-maps", "R-8.6", note, tree(maps))

@@ -1,0 +1,1 @@
+"""The command `dsd`: look at checkpoints, and check them. Needs the extra `cli`."""

@@ -1,0 +1,243 @@
+"""`dsd ls`: the tensors of a checkpoint, one a line; its values too where asked for."""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any
+
+import typer
+
+import dsdformat
+from dsdformat import Checkpoint, TensorEntry
+from dsdformat.cli.entries import (
+    distinct,
+    nbytes_of,
+    placements_json,
+    placements_text,
+    summary_text,
+)
+from dsdformat.cli.escapes import unescape
+from dsdformat.cli.options import Ckpt, Json
+from dsdformat.cli.render import Column, Output, format_size
+from dsdformat.cli.values import iter_values, name_of, short_text, type_name, value_json
+from dsdformat.entries import ChunkInfo
+
+__all__ = ["HELP", "ls"]
+
+HELP = """List the tensors of a checkpoint.
+
+GLOB is a name, the name of a container, or a pattern in which * stands for any characters
+(slashes too), ? for one, and [abc] for one of some. A tied tensor is found by any of its names.
+Long names are shortened to the width of a terminal; in a pipe only beyond 200 characters.
+
+\b
+Examples:
+  dsd ls step-1000 'model/layers.0.*' --long
+  dsd ls step-1000 --sort size | head
+  dsd ls step-1000 optimizer/param_groups --values
+
+\b
+--json prints an object with
+  checkpoint, root
+  tensors                    name, dtype, shape, nbytes; with --long also
+                             aliases, codecs, files, stored_nbytes,
+                             placements (mesh, placements; or null),
+                             content_digest (null where data must be read),
+                             chunks (offset, shape, file, byte_offset, nbytes,
+                             stored_nbytes, codec)
+  values                     with --values: name, type, value (as "dsd show"
+                             prints it)
+  error                      code, message, hint; if the listing was cut short
+"""
+
+FILES_SHOWN = 2
+_COLUMNS = (
+    Column("name", flexible=True),
+    Column("dtype"),
+    Column("shape"),
+    Column("size", right=True),
+)
+_VALUE_COLUMNS = (Column("name", flexible=True), Column("type"), Column("value", flexible=True))
+
+Match = Callable[[str], bool]
+# A tensor under the name by which it was found.
+Found = tuple[str, TensorEntry]
+
+
+class Sort(enum.StrEnum):
+    """What tensors are sorted by."""
+
+    name = "name"
+    size = "size"
+
+
+def ls(
+    ctx: typer.Context,
+    ckpt: Ckpt,
+    glob: Annotated[
+        str | None, typer.Argument(metavar="GLOB", help="What to list.", show_default="everything")
+    ] = None,
+    long: Annotated[
+        bool, typer.Option("--long", help="Tell chunks, codecs, files, placements, digests too.")
+    ] = False,
+    sort: Annotated[Sort | None, typer.Option(help="By name, or the largest first.")] = None,
+    values: Annotated[bool, typer.Option("--values", help="List what is no tensor too.")] = False,
+    json: Json = False,
+) -> None:
+    """Print one line for each tensor, as it is met."""
+    out: Output = ctx.obj
+    match = _matcher(glob)
+    with dsdformat.open(ckpt) as checkpoint:
+        found = _sorted(_find(checkpoint, match), sort)
+        listed = _find_values(checkpoint, match) if values else iter(())
+        if json:
+            fields: dict[str, Any] = {"checkpoint": str(ckpt), "root": checkpoint.root}
+            fields["tensors"] = (_json(name, entry, long=long) for name, entry in found)
+            if values:
+                fields["values"] = itertools.starmap(_value_json, listed)
+            out.document(fields)
+            return
+        count = _print_long(out, found) if long else _print_short(out, found)
+        count += _print_values(out, listed, after=count > 0)
+        if count == 0:
+            out.note("there is nothing to list" if glob is None else f"nothing matches {glob}")
+
+
+def _matcher(glob: str | None) -> Match:
+    """Return what tells whether a name is meant: itself, below it, or of its pattern."""
+    if glob is None:
+        return lambda _: True
+    globs = distinct([glob, unescape(glob)])
+    branches = tuple(glob.rstrip("/") + "/" for glob in globs)
+    patterns = [re.compile(fnmatch.translate(glob)) for glob in globs]
+
+    def match(name: str) -> bool:
+        return (
+            name in globs
+            or name.startswith(branches)
+            or any(pattern.match(name) for pattern in patterns)
+        )
+
+    return match
+
+
+def _find(checkpoint: Checkpoint, match: Match) -> Iterator[Found]:
+    for entry in checkpoint:
+        name = entry.name
+        names = [name] if match(name) else filter(match, _other_names(entry))
+        for one in names:
+            yield one, entry
+            break
+
+
+def _find_values(checkpoint: Checkpoint, match: Match) -> Iterator[tuple[str, Any]]:
+    return (pair for pair in iter_values(checkpoint.tree()) if match(pair[0]))
+
+
+def _sorted(found: Iterator[Found], sort: Sort | None) -> Iterable[Found]:
+    if sort is None:
+        return found
+    if sort is Sort.name:
+        return sorted(found, key=lambda pair: pair[0])
+    return sorted(found, key=lambda pair: -nbytes_of(pair[1]))
+
+
+def _other_names(entry: TensorEntry, but: str = "") -> list[str]:
+    """List the names of a tied tensor, but for one."""
+    paths = entry.paths
+    return [] if len(paths) == 1 else [name for name in map(name_of, paths) if name != but]
+
+
+def _print_short(out: Output, found: Iterable[Found]) -> int:
+    rows = (
+        (name, entry.dtype, str(list(entry.shape)), format_size(nbytes_of(entry)))
+        for name, entry in found
+    )
+    return out.table(_COLUMNS, rows)
+
+
+def _print_long(out: Output, found: Iterable[Found]) -> int:
+    count = 0
+    for count, (name, entry) in enumerate(found, 1):
+        if count > 1:
+            out.line()
+        out.line(name, "bold")
+        out.pairs(_long_pairs(name, entry), width=len("content"))
+    return count
+
+
+def _long_pairs(name: str, entry: TensorEntry) -> list[tuple[str, str]]:
+    chunks, placements = entry.chunks, entry.placements
+    codecs = distinct(chunk.codec for chunk in chunks)
+    return [
+        ("tensor", summary_text(entry)),
+        ("chunks", f"{len(chunks):,}, {', '.join(codecs)}{_stored_text(entry, chunks)}"),
+        ("files", _files_text(distinct(chunk.file for chunk in chunks))),
+        ("placed", "" if placements is None else placements_text(placements)),
+        ("tied", ", ".join(_other_names(entry, name))),
+        ("content", entry.known_content_digest() or ""),
+    ]
+
+
+def _stored_text(entry: TensorEntry, chunks: Iterable[ChunkInfo]) -> str:
+    stored = sum(chunk.stored_nbytes for chunk in chunks)
+    return "" if stored == entry.nbytes else f", stored in {format_size(stored)}"
+
+
+def _files_text(files: list[str]) -> str:
+    if len(files) <= FILES_SHOWN:
+        return ", ".join(files)
+    return f"{len(files):,}, from {files[0]} to {files[-1]}"
+
+
+def _print_values(out: Output, listed: Iterator[tuple[str, Any]], *, after: bool) -> int:
+    first = next(listed, None)
+    if first is None:
+        return 0
+    if after:
+        out.line()
+    pairs = itertools.chain([first], listed)
+    return out.table(
+        _VALUE_COLUMNS, ((name, type_name(value), short_text(value)) for name, value in pairs)
+    )
+
+
+def _json(name: str, entry: TensorEntry, *, long: bool) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "name": name,
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "nbytes": nbytes_of(entry),
+    }
+    if not long:
+        return fields
+    chunks = entry.chunks
+    return fields | {
+        "aliases": _other_names(entry, name),
+        "codecs": distinct(chunk.codec for chunk in chunks),
+        "files": distinct(chunk.file for chunk in chunks),
+        "stored_nbytes": sum(chunk.stored_nbytes for chunk in chunks),
+        "placements": placements_json(entry.placements),
+        "content_digest": entry.known_content_digest(),
+        "chunks": list(map(_chunk_json, chunks)),
+    }
+
+
+def _chunk_json(chunk: ChunkInfo) -> dict[str, Any]:
+    return {
+        "offset": list(chunk.box.offset),
+        "shape": list(chunk.box.shape),
+        "file": chunk.file,
+        "byte_offset": chunk.byte_offset,
+        "nbytes": chunk.nbytes,
+        "stored_nbytes": chunk.stored_nbytes,
+        "codec": chunk.codec,
+    }
+
+
+def _value_json(name: str, value: Any) -> dict[str, Any]:
+    return {"name": name, "type": type_name(value), "value": value_json(value)}

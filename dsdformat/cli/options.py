@@ -1,0 +1,37 @@
+"""Arguments and options that several commands share, and those of `dsd` itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsdformat import FORMAT_VERSION, __version__
+
+__all__ = ["Ckpt", "Json", "dsd"]
+
+Ckpt = Annotated[
+    Path, typer.Argument(metavar="CKPT", help="The checkpoint's folder.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        major, minor = FORMAT_VERSION
+        typer.echo(f"dsdformat {__version__}, format {major}.{minor}")
+        raise typer.Exit
+
+
+def dsd(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions."),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show where in the code an error came from.")
+    ] = False,
+) -> None:
+    """Take the options of `dsd` itself; `main` looks for --debug before anything is parsed."""
+    del version, debug

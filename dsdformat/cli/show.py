@@ -1,0 +1,267 @@
+"""`dsd show`: the numbers of a tensor or of a box of it, a value, or what a container holds."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+import dsdformat
+from dsdformat import ArgumentError, Box, Checkpoint, EntryNotFoundError, TensorEntry
+from dsdformat.boxes import whole
+from dsdformat.cli.arrays import (
+    Stats,
+    find_edge,
+    find_stats,
+    has_numpy,
+    read_box,
+    read_edges,
+)
+from dsdformat.cli.entries import distinct, nbytes_of, summary_text
+from dsdformat.cli.escapes import unescape
+from dsdformat.cli.grids import element_json, element_text, grid_lines, nested
+from dsdformat.cli.options import Ckpt, Json
+from dsdformat.cli.render import Column, Output, format_count
+from dsdformat.cli.values import (
+    is_branch,
+    iter_children,
+    name_of,
+    short_text,
+    type_name,
+    value_json,
+)
+from dsdformat.errors import shorten
+
+__all__ = ["HELP", "show"]
+
+HELP = """Print a tensor, a box of it, a value, or what a container holds.
+
+NAME is as "dsd ls" prints it. A box is given by integers and slices of step 1, one for each dim
+from the first on. Only the blocks that meet the box are read, and each is verified. Numbers need
+numpy; without it an element is the hexadecimal digits of its bytes.
+
+\b
+Examples:
+  dsd show step-1000 'model/layers.0.weight[0:2,:4]'
+  dsd show step-1000 optimizer/param_groups
+
+\b
+--json prints an object with checkpoint, name, kind and, for a kind of
+  tensor      dtype, shape, nbytes of the whole tensor,
+              box (offset, shape), elements: nested lists without the dims of
+              integers, null if more than 65,536,
+              stats: min, max, mean of the finite elements, and the numbers of
+              others, nan and infinite; null where there are no numbers
+  value       type, value
+  container   type, children: name, kind and, by kind, dtype, shape, nbytes;
+              type, value; type, length
+A special float is "NaN", "Infinity" or "-Infinity", a complex number a pair;
+an element that is no number is a string of hexadecimal digits. Values that
+JSON lacks are objects such as {"$tuple": [0.9, 0.999]}, {"$bytes": "00ff"},
+{"$int": "36893488147419103232"}, {"$dict": [[1, "a"]]}.
+"""
+
+JSON_ELEMENTS_MAX = 65_536
+_PIPED_WIDTH = 80
+_STATS_DIGITS = 8
+_SLICED = re.compile(r"(?P<name>.*)\[(?P<steps>[^\[\]]*)\]", re.DOTALL)
+_STEP = re.compile(r"(?P<index>-?\d{1,19})|(?P<start>-?\d{1,19})?\s*:\s*(?P<stop>-?\d{1,19})?")
+_COLUMNS = (Column("name", flexible=True), Column("type"), Column("value", flexible=True))
+
+Step = int | slice
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor to show, or a box of it.
+
+    Attributes:
+        entry: The tensor.
+        box: What to show of it.
+        shape: Of the box, without the dims that an integer took away.
+    """
+
+    entry: TensorEntry
+    box: Box
+    shape: tuple[int, ...]
+
+
+def show(
+    ctx: typer.Context,
+    ckpt: Ckpt,
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="A name, or NAME[slices].", show_default=False),
+    ],
+    json: Json = False,
+) -> None:
+    """Print one entry of a checkpoint."""
+    out: Output = ctx.obj
+    with dsdformat.open(ckpt) as checkpoint:
+        found = _find_tensor(checkpoint, name) or _find_value(checkpoint, name)
+        if json:
+            out.document({"checkpoint": str(ckpt), "name": name} | _json(found, name))
+        elif isinstance(found, _Tensor):
+            _print_tensor(out, name, found)
+        elif is_branch(found):
+            out.table(_COLUMNS, (_child_cells(*child) for child in _children(found, name)))
+        else:
+            out.line(short_text(found, sys.maxsize))
+
+
+def _find_tensor(checkpoint: Checkpoint, name: str) -> _Tensor | None:
+    """Find a tensor by its name, as it is or as it was printed, with or without slices."""
+    for text in distinct([name, unescape(name)]):
+        if text in checkpoint:
+            entry = checkpoint.tensor(text)
+            return _Tensor(entry, whole(entry.shape), entry.shape)
+        sliced = _SLICED.fullmatch(text)
+        if sliced and sliced["name"] in checkpoint:
+            return _cut(checkpoint.tensor(sliced["name"]), _parse_steps(sliced["steps"]))
+    return None
+
+
+def _find_value(checkpoint: Checkpoint, name: str) -> Any:
+    """Find what is no tensor."""
+    names = distinct([name, unescape(name)])
+    for text in names:
+        with contextlib.suppress(EntryNotFoundError):
+            return checkpoint.value(text)
+    sliced = _SLICED.fullmatch(name)
+    try:
+        value = checkpoint.value(sliced["name"] if sliced else names[-1])
+    except EntryNotFoundError as error:
+        error.hint = error.hint or "dsd ls CKPT --values lists what there is"
+        raise
+    message = f"{name}: only tensors have slices, and this is of type {type_name(value)}"
+    raise ArgumentError(message, code="bad_argument")
+
+
+def _cut(entry: TensorEntry, steps: tuple[Step, ...]) -> _Tensor:
+    box = entry[steps].box
+    kept = [size for size, step in itertools.zip_longest(box.shape, steps) if type(step) is not int]
+    return _Tensor(entry, box, tuple(kept))
+
+
+def _parse_steps(text: str) -> tuple[Step, ...]:
+    """Parse what stands in the brackets: integers and slices, in between commas."""
+    return tuple(_parse_step(part.strip()) for part in text.split(","))
+
+
+def _parse_step(text: str) -> Step:
+    text = re.sub(r":\s*1?\s*\Z", "", text) if text.count(":") == 2 else text
+    found = _STEP.fullmatch(text)
+    if found is None:
+        raise ArgumentError(
+            f"{shorten(text)} is neither an integer nor a slice of step 1",
+            code="bad_argument",
+            hint="write a box as in NAME[0:2,:4], or NAME[7]",
+        )
+    if found["index"]:
+        return int(found["index"])
+    start, stop = (int(end) if end else None for end in found.group("start", "stop"))
+    return slice(start, stop)
+
+
+def _print_tensor(out: Output, name: str, found: _Tensor) -> None:
+    entry, box = found.entry, found.box
+    shape = str(list(found.shape))
+    stats = find_stats(entry, box)
+    edge = find_edge(box.shape)
+    out.line(name, "bold")
+    out.pairs(
+        [
+            ("dtype", entry.dtype),
+            ("shape", shape if box.shape == entry.shape else f"{shape} of {list(entry.shape)}"),
+            *_stats_pairs(stats or Stats()),
+        ]
+    )
+    out.line()
+    if edge is None:
+        out.line("too many dims to print; give a slice")
+    else:
+        texts = list(map(element_text, read_edges(entry, box, edge)))
+        for line in grid_lines(texts, found.shape, edge, out.width or _PIPED_WIDTH):
+            out.line(line)
+    if not has_numpy():
+        out.note("these are bytes; for numbers, pip install 'dsdformat[numpy]'")
+
+
+def _stats_pairs(stats: Stats) -> list[tuple[str, str]]:
+    left_out = [
+        f"{n:,} {what}" for n, what in ((stats.nan, "NaN"), (stats.infinite, "infinite")) if n
+    ]
+    return [
+        ("min", "" if stats.low is None else element_text(stats.low, _STATS_DIGITS)),
+        ("max", "" if stats.high is None else element_text(stats.high, _STATS_DIGITS)),
+        ("mean", "" if stats.mean is None else element_text(stats.mean, _STATS_DIGITS)),
+        ("left out", ", ".join(left_out)),
+    ]
+
+
+def _children(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    return ((f"{name}/{name_of((step,))}", child) for step, child in iter_children(node))
+
+
+def _child_cells(name: str, child: Any) -> tuple[str, str, str]:
+    if isinstance(child, TensorEntry):
+        return name, "tensor", summary_text(child)
+    if is_branch(child):
+        return name, type_name(child), format_count(len(child), "entry", "entries")
+    return name, type_name(child), short_text(child)
+
+
+def _json(found: Any, name: str) -> dict[str, Any]:
+    if isinstance(found, _Tensor):
+        return _tensor_json(found.entry) | _box_json(found)
+    if is_branch(found):
+        children = itertools.starmap(_child_json, _children(found, name))
+        return {"kind": "container", "type": type_name(found), "children": children}
+    return {"kind": "value", "type": type_name(found), "value": value_json(found)}
+
+
+def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
+    return {
+        "kind": "tensor",
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "nbytes": nbytes_of(entry),
+    }
+
+
+def _box_json(found: _Tensor) -> dict[str, Any]:
+    elements = None
+    if found.box.numel <= JSON_ELEMENTS_MAX:
+        flat = map(element_json, read_box(found.entry, found.box))
+        elements = nested(flat, found.shape)
+    return {
+        "box": {"offset": list(found.box.offset), "shape": list(found.box.shape)},
+        "elements": elements,
+        "stats": _stats_json(find_stats(found.entry, found.box)),
+    }
+
+
+def _stats_json(stats: Stats | None) -> dict[str, Any] | None:
+    if stats is None:
+        return None
+    return {
+        "min": element_json(stats.low),
+        "max": element_json(stats.high),
+        "mean": element_json(stats.mean),
+        "nan": stats.nan,
+        "infinite": stats.infinite,
+    }
+
+
+def _child_json(name: str, child: Any) -> dict[str, Any]:
+    if isinstance(child, TensorEntry):
+        return {"name": name} | _tensor_json(child)
+    if is_branch(child):
+        return {"name": name, "kind": "container", "type": type_name(child), "length": len(child)}
+    return {"name": name, "kind": "value", "type": type_name(child), "value": value_json(child)}

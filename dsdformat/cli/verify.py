@@ -1,0 +1,195 @@
+"""`dsd verify`: check every byte, and report all that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import dsdformat
+from dsdformat import Problem, Report
+from dsdformat.cli.options import Ckpt, Json
+from dsdformat.cli.render import Output, format_count, format_size
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+__all__ = ["HELP", "verify"]
+
+HELP = """Check every byte of a checkpoint, and report all that is wrong.
+
+Exits with 1 if something is. Without --digest, a person who rewrote the data and its digests
+goes unnoticed.
+
+\b
+Example:
+  dsd verify step-1000 --digest "$(cat step-1000.root)"
+
+\b
+--json prints an object with
+  checkpoint, ok, root       root: null where it could not be read
+  tensors, chunks, files     how many, as far as they could be read
+  nbytes                     of the data files
+  seconds                    that it took
+  problems                   of each: code, message, path, where, byte_offset,
+                             byte_end, entry, chunk, block, expected, actual,
+                             hint; null where there is no such thing
+  unlisted                   files that do not belong to the checkpoint
+"""
+
+PROBLEMS_SHOWN = 20
+UNLISTED_SHOWN = 5
+_REFRESH_SECONDS = 0.1
+
+
+def verify(
+    ctx: typer.Context,
+    ckpt: Ckpt,
+    digest: Annotated[
+        str | None, typer.Option(metavar="HEX", help="The root digest that it must have.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="How many threads read and hash.")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Verify a checkpoint, print the report, and return 1 if something is wrong."""
+    out: Output = ctx.obj
+    began = time.perf_counter()
+    report = _run(out, str(ckpt), digest, threads)
+    seconds = time.perf_counter() - began
+    out.exit_code = 0 if report.ok else 1
+    if json:
+        out.document(_document(str(ckpt), report, seconds))
+        return out.exit_code
+    if report.ok:
+        _print_good(out, str(ckpt), report, seconds)
+    else:
+        _print_bad(out, str(ckpt), report)
+    if report.unlisted:
+        out.line(f"note: {_unlisted_text(report.unlisted)}")
+    return out.exit_code
+
+
+def _run(out: Output, ckpt: str, digest: str | None, threads: int | None) -> Report:
+    console = out.progress_console
+    if console is None:
+        return dsdformat.verify(ckpt, digest=digest, threads=threads)
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        bar = _Bar(progress)
+        return dsdformat.verify(ckpt, digest=digest, threads=threads, progress=bar)
+
+
+class _Bar:
+    """Shows how far a verification is; called from many threads, draws a few times a second."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=None)
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _REFRESH_SECONDS
+            self._progress.update(self._task, completed=done, total=total)
+
+
+def _print_good(out: Output, ckpt: str, report: Report, seconds: float) -> None:
+    rate = format_size(int(report.nbytes / max(seconds, 1e-9)))
+    out.line(f"{ckpt}: ok", "bold")
+    out.pairs(
+        [
+            ("root", report.root or ""),
+            ("checked", _counts(report)),
+            ("size", f"{format_size(report.nbytes)} in {seconds:.1f} s, {rate}/s"),
+        ]
+    )
+
+
+def _counts(report: Report) -> str:
+    return ", ".join(
+        [
+            format_count(report.tensors, "tensor"),
+            format_count(report.chunks, "chunk"),
+            format_count(report.files, "data file"),
+        ]
+    )
+
+
+def _print_bad(out: Output, ckpt: str, report: Report) -> None:
+    out.line(f"{ckpt}: bad, {format_count(len(report.problems), 'problem')}", "bold")
+    if report.root:
+        out.pairs([("root", report.root)])
+    for problem in report.problems[:PROBLEMS_SHOWN]:
+        out.line()
+        _print_problem(out, problem)
+    if len(report.problems) > PROBLEMS_SHOWN:
+        out.line()
+        out.line(f"and {len(report.problems) - PROBLEMS_SHOWN:,} more; --json lists all")
+
+
+def _print_problem(out: Output, problem: Problem) -> None:
+    out.line(problem.code, "bold")
+    for line in _wrapped(problem.message, out.width):
+        out.line(f"  {line}")
+    out.pairs(
+        [
+            ("file", _file_text(problem)),
+            ("entry", _entry_text(problem)),
+            ("place", problem.path or ""),
+            ("expected", problem.expected or ""),
+            ("actual", problem.actual or ""),
+            ("hint", problem.hint or ""),
+        ]
+    )
+
+
+def _wrapped(message: str, width: int | None) -> list[str]:
+    if width is None:
+        return [message]
+    return textwrap.wrap(message, max(20, width - 2), break_on_hyphens=False) or [""]
+
+
+def _file_text(problem: Problem) -> str:
+    if problem.where is None or problem.byte_offset is None:
+        return problem.where or ""
+    if problem.byte_end is None:
+        return f"{problem.where}, from byte {problem.byte_offset:,}"
+    return f"{problem.where}, bytes {problem.byte_offset}..{problem.byte_end}"
+
+
+def _entry_text(problem: Problem) -> str:
+    parts = [
+        problem.entry or "",
+        f"chunk {problem.chunk}" if problem.chunk is not None else "",
+        f"block {problem.block}" if problem.block is not None else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _unlisted_text(labels: tuple[str, ...]) -> str:
+    shown = ", ".join(labels[:UNLISTED_SHOWN])
+    more = f" and {len(labels) - UNLISTED_SHOWN:,} more" if len(labels) > UNLISTED_SHOWN else ""
+    return f"not part of the checkpoint: {shown}{more}"
+
+
+def _document(ckpt: str, report: Report, seconds: float) -> dict[str, Any]:
+    return {
+        "checkpoint": ckpt,
+        "ok": report.ok,
+        "root": report.root,
+        "tensors": report.tensors,
+        "chunks": report.chunks,
+        "files": report.files,
+        "nbytes": report.nbytes,
+        "seconds": round(seconds, 3),
+        "problems": [dataclasses.asdict(problem) for problem in report.problems],
+        "unlisted": list(report.unlisted),
+    }
