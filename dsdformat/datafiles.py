@@ -45,6 +45,7 @@ class ChunkJob:
         codec: Number of the codec.
         data: Where the bytes come from.
         name: The tensor's display name.
+        key: The payload key, once planned.
         file: The file, once planned; an index into this writer's files.
         byte_offset, stored_nbytes: Where it lies, once written.
         digests: 32 bytes per block, once written.
@@ -61,6 +62,7 @@ class ChunkJob:
     codec: int
     data: Data
     name: str
+    key: str = ""
     file: int = 0
     byte_offset: int = 0
     stored_nbytes: int = 0
@@ -118,7 +120,9 @@ def plan_files(
     plans: list[FilePlan] = []
     for prefix in sorted(groups):
         ordered = sorted(groups[prefix], key=lambda job: -size_class(job.nbytes))
-        for piece in _fill_files(ordered, len(prefix), chunks_max, header_max):
+        for job in ordered:
+            job.key = chunk_key(job.path[len(prefix) :], job.shape, job.box, job.codec)
+        for piece in _fill_files(ordered, chunks_max, header_max):
             plan = FilePlan(prefix, piece, metadata)
             text = header_json(_entries(plan, block_nbytes), metadata)
             plan.header_nbytes = header_nbytes(len(text))
@@ -147,15 +151,12 @@ def write_file(plan: FilePlan, target: Target, block_nbytes: int, workers: Worke
     sink.close()
 
 
-def _fill_files(
-    jobs: list[ChunkJob], depth: int, chunks_max: int, header_max: int
-) -> Iterator[list[ChunkJob]]:
+def _fill_files(jobs: list[ChunkJob], chunks_max: int, header_max: int) -> Iterator[list[ChunkJob]]:
     piece: list[ChunkJob] = []
     room = header_max
     for job in jobs:
         # The key in its longest escape, numbers and punctuation: an upper bound.
-        cost = 6 * sum(len(str(step).encode()) for step in job.path[depth:])
-        cost += 64 + 48 * (len(job.shape) + 2)
+        cost = 6 * len(job.key.encode()) + 64 + 24 * (len(job.shape) + 3)
         if piece and (len(piece) >= chunks_max or cost > room):
             yield piece
             piece, room = [], header_max
@@ -169,8 +170,7 @@ def _entries(plan: FilePlan, bound_block: int | None) -> Iterator[HeaderEntry]:
     """List header entries; with a block size, as long as compressed chunks can become."""
     for job in plan.jobs:
         nbytes = job.stored_nbytes if bound_block is None else job.stored_bound(bound_block)
-        key = chunk_key(job.path[len(plan.prefix) :], job.shape, job.box, job.codec)
-        yield HeaderEntry(key, job.dtype, job.box.shape, job.codec, nbytes)
+        yield HeaderEntry(job.key, job.dtype, job.box.shape, job.codec, nbytes)
 
 
 def _write_chunks(plan: FilePlan, sink: Sink, block_nbytes: int, workers: Workers) -> int:
@@ -197,12 +197,13 @@ def _raw_tasks(jobs: list[ChunkJob], sink: Sink, block_nbytes: int) -> Iterator[
     for job in jobs:
         blocks = -(-job.nbytes // block_nbytes)
         job.digests = bytearray(DIGEST_NBYTES * blocks)
-        if job.nbytes > _SMALL_NBYTES or (batch and held > _BATCH_NBYTES):
-            if batch:
-                yield _batch_task(batch, sink)
-            batch, held = [], 0
         pieces = iter_blocks(job.data, job.nbytes, block_nbytes, job.name)
-        if 0 < job.nbytes <= _SMALL_NBYTES and blocks == 1:
+        small = blocks == 1 and job.nbytes <= _SMALL_NBYTES
+        # A batch is written in one piece, so nothing else may lie in between.
+        if batch and blocks and not (small and held < _BATCH_NBYTES):
+            yield _batch_task(batch, sink)
+            batch, held = [], 0
+        if small:
             batch.append((job, _only(pieces)))
             held += job.nbytes
             continue

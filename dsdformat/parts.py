@@ -287,7 +287,7 @@ def _find_gap(tensor: TensorRecord) -> str | None:
     if not all(box.fits(tensor.shape) for box in boxes):
         return f"{tensor.name}: a box is not inside of the shape {list(tensor.shape)}"
     if 0 in tensor.shape:
-        return None if len(boxes) == 1 else f"{tensor.name}: empty, and stored twice"
+        return None if len(boxes) == 1 else f"{tensor.name}: empty, and added by several writers"
     dims = cut_dims(tensor.shape, boxes)
     if len(dims) > CUT_DIMS_MAX:
         return f"{tensor.name}: cut along {len(dims)} dims, at most {CUT_DIMS_MAX}"
@@ -309,8 +309,6 @@ def _union(tensors: list[TensorRecord]) -> TensorRecord:
                 code="state_conflict",
             )
     chunks = [chunk for tensor in tensors for chunk in tensor.chunks]
-    if 0 in first.shape:
-        chunks = chunks[:1]
     chunks.sort(key=lambda chunk: chunk.box.offset)
     layout = next((tensor.layout for tensor in tensors if tensor.layout), None)
     return TensorRecord(first.dtype, first.shape, layout, first.name, chunks)

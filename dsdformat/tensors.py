@@ -90,9 +90,11 @@ class TensorTable:
         return emit_name(self.decoded.paths[index], key_bytes)
 
     def dtype(self, index: int) -> str:
-        """The logical dtype of a tensor; `?` where the row is damaged."""
+        """The logical dtype of a tensor."""
         number = self.columns.dtype[index]
-        return self.body.dtypes[number] if number < len(self.body.dtypes) else "?"
+        if number < len(self.body.dtypes):
+            return self.body.dtypes[number]
+        return self.row(index).dtype.name  # raises `bad_reference`
 
     def row(self, index: int) -> TensorRow:
         """Return a tensor's row, checked (R-18.1); the last few are kept."""

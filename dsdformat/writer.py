@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,6 @@ from dsdformat.format.frame import emit_manifest
 from dsdformat.format.manifest import DataFile, SideFile, emit_body
 from dsdformat.format.packing import emit
 from dsdformat.format.paths import emit_name, render_path
-from dsdformat.format.payload import chunk_key
 from dsdformat.format.values import Leaf, encode, encode_key
 from dsdformat.garbage import paused_gc
 from dsdformat.labels import file_labels
@@ -80,7 +80,7 @@ class PartWriter:
         self._block_nbytes = block_nbytes
         self._metadata = dict(_HF_METADATA if metadata is None else metadata)
         self._workers = Workers(threads)
-        self._state: dict[str, Any] = {}
+        self._state: Mapping[str, Any] = {}
         self._jobs: list[ChunkJob] = []
         self._plans: list[FilePlan] = []
         self._adapt = adapt
@@ -97,10 +97,11 @@ class PartWriter:
             MismatchError: `state_conflict`: a path has two values.
         """
         self._check_open()
-        if type(state) is not dict and not self._state:
-            self._state = state  # type: ignore[assignment]
-        else:
-            self._state = _united(self._state, state, [])
+        if type(state) not in (dict, OrderedDict) or any(type(key) is not str for key in state):
+            raise ArgumentError(
+                f"a state is a dict with string keys, got {shorten(state)}", code="bad_argument"
+            )
+        self._state = _united(self._state, state, []) if self._state else state
 
     def add_tensor(
         self,
@@ -196,10 +197,6 @@ class PartWriter:
             return ["tensor", number, {key: encode(item) for key, item in attributes}]
 
         tree = encode(self._state, leaf=leaf)
-        if type(tree) is not dict and tree[0] != "odict":
-            raise ArgumentError("a state is a dict with string keys", code="bad_argument")
-        if type(tree) is list and any(type(pair[0]) is not str for pair in tree[1:]):
-            raise ArgumentError("a state is a dict with string keys", code="bad_argument")
         return tree, tensors
 
     def _plan_tensor(
@@ -379,8 +376,7 @@ def _index_json(plans: Sequence[FilePlan]) -> bytes:
     total = 0
     for plan in plans:
         for job in plan.jobs:
-            path = job.path[len(plan.prefix) :]
-            keys[chunk_key(path, job.shape, job.box, job.codec)] = plan.label
+            keys[job.key] = plan.label
             total += job.stored_nbytes
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(keys.items()))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

@@ -82,6 +82,8 @@ def kept_shape(shape: Sequence[int], edge: int) -> list[int]:
 
 def read_edges(entry: TensorEntry, box: Box, edge: int) -> list[Any]:
     """Return the elements of a box that lie at the edges of all dims, in row-major order."""
+    if box.numel == 0:
+        return []
     kept = kept_shape(box.shape, edge)
     out: list[Any] = [None] * math.prod(kept)
     for part in itertools.product(*map(_ends, box.offset, box.shape, kept)):
@@ -130,11 +132,12 @@ def _read_array(entry: TensorEntry, box: Box) -> Any:
     if np is None or (dtype := _dtype(name)).names:
         return None
     array = np.frombuffer(entry.read(box), dtype.newbyteorder("<"))
-    if "float" in name:
-        return array.astype("float64")
-    if "complex" in name:
-        return array.astype("complex128")
-    return array.astype("int8") if dtype.kind == "V" else array
+    with np.errstate(all="ignore"):  # a signalling NaN is a number like any other here
+        if "float" in name:
+            return array.astype("float64")
+        if "complex" in name:
+            return array.astype("complex128")
+        return array.astype("int8") if dtype.kind == "V" else array
 
 
 def _pieces(box: Box, itemsize: int) -> Iterator[Box]:

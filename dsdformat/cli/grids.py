@@ -27,9 +27,11 @@ def element_json(element: Any) -> Any:
 
 
 def nested(elements: Iterator[Any], shape: Sequence[int]) -> Any:
-    """Return elements in row-major order as nested lists; one element where there are no dims."""
+    """Return elements in row-major order as nested lists, `[]` if there are none."""
     if not shape:
         return next(elements)
+    if 0 in shape:  # another dim of an empty tensor may be of any size
+        return []
     return [nested(elements, shape[1:]) for _ in range(shape[0])]
 
 

@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Output(sys.stdout, sys.stderr, json="--json" in options)
     kept = [option for option in options if option != "--debug"] + arguments[end:]
     code = _run(kept or ["--help"], out, debug="--debug" in options)
-    out.flush()
+    try:
+        out.flush()
+    except OSError as error:
+        return _report(out, _describe(error))
     return code
 
 
@@ -136,12 +139,12 @@ def _describe(error: Exception) -> _Fault:
             exit_code = BAD if isinstance(error, FormatError) else IO
         return _Fault(exit_code, error.code, error.message, error.hint)
     if isinstance(error, OSError):
-        return _Fault(IO, "io_error", str(error))
+        return _Fault(IO, "io_error", error.strerror or str(error))
     if hasattr(error, "format_message"):  # typer's, whatever their base is in its versions
         context = getattr(error, "ctx", None)
         path = "dsd" if context is None else context.command_path
         return _Fault(USAGE, "usage", error.format_message(), f"{path} --help")
-    message = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}".removesuffix(": ")
     return _Fault(INTERNAL, "internal", message, "run it again with --debug, and report it")
 
 

@@ -153,11 +153,18 @@ class Output:
             self._write(("\n  ]," + text[1:] if self._in_array else text) + "\n")
 
     def flush(self) -> None:
-        """Hand everything to the system; quiet if whoever read stdout has gone."""
+        """Hand everything to the system; quiet if whoever read stdout has gone.
+
+        Raises:
+            OSError: stdout cannot be written to, as on a full disk.
+        """
         try:
             self._stdout.flush()
         except BrokenPipeError:
             self._silence()
+        except OSError:
+            self._silence()
+            raise
 
     def _array(self, items: Iterator[Any]) -> None:
         self._write("[")
@@ -192,6 +199,9 @@ class Output:
         except BrokenPipeError:
             self._silence()
             raise typer.Exit(self.exit_code) from None
+        except OSError:
+            self._silence()
+            raise
 
     def _tell(self, text: str) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -199,7 +209,7 @@ class Output:
             self._stderr.flush()
 
     def _silence(self) -> None:
-        """Send what is still buffered for a closed stdout nowhere."""
+        """Send what is still buffered for a stdout that fails nowhere."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stdout.fileno())
         os.close(nowhere)

@@ -63,8 +63,14 @@ Examples:
               type, value; type, length
 A special float is "NaN", "Infinity" or "-Infinity", a complex number a pair;
 an element that is no number is a string of hexadecimal digits. Values that
-JSON lacks are objects such as {"$tuple": [0.9, 0.999]}, {"$bytes": "00ff"},
-{"$int": "36893488147419103232"}, {"$dict": [[1, "a"]]}.
+JSON lacks are objects, of which the first key tells the type:
+  {"$tuple": […]}  and so $set, $frozenset, $size; {"$deque": […], "maxlen": 3}
+  {"$dict": [[key, value], …]}  and so $odict, $counter, $defaultdict
+  {"$bytes": "00ff"}, {"$int": "36893488147419103232"}, {"$complex": [0.5, 1.0]}
+  {"$scalar": "float32", "value": 0.5, "bytes": "0000003f"}
+  {"$name": "float32", "kind": "torch.dtype"}, {"$path": "/x", "kind": "posix"}
+  {"$datetime": "2026-11-30T12:00:00+01:00", "fold": 0}, {"$date": "2026-11-30"}
+  {"$timedelta": [days, seconds, microseconds]}
 """
 
 JSON_ELEMENTS_MAX = 65_536

@@ -112,9 +112,15 @@ def _holds_tensors(tree: Any) -> bool:
     return type(tree) in (dict, list)
 
 
+def _describe(tree: Any) -> str:
+    if type(tree) is dict:
+        return "a dict with the keys " + shorten(sorted(tree))
+    return "a tensor" if type(tree) is list and tree[0] == "tensor" else shorten(tree)
+
+
 def _conflict(path: list[Any], trees: list[Any]) -> None:
-    distinct = {emit(tree): tree for tree in trees}
-    shown = " and ".join(shorten(tree) for tree in list(distinct.values())[:2])
+    distinct = dict.fromkeys(map(_describe, trees))
+    shown = " and ".join(list(distinct)[:2])
     raise MismatchError(
         f"{render_path(path)}: writers disagree: {shown}",
         code="state_conflict",

@@ -273,6 +273,19 @@ class _Encoder:
             self.refuse(value, "a path of this form")
         return ["path", kind, value.anchor, *parts]
 
+    def _ref(self, value: TensorRef) -> Any:
+        if self.leaf is not None:  # who names tensors decides what a reference means
+            result = self.leaf(value, tuple(self.path))
+            if result is NotImplemented:
+                self.refuse(value, "a reference to a tensor of another checkpoint")
+            return result
+        if not value.attributes:
+            return ["tensor", value.index]
+        attributes = {
+            name: self.child(name, item, levels=2) for name, item in sorted(value.attributes)
+        }
+        return ["tensor", value.index, attributes]
+
 
 def find_path_fault(items: list[Any]) -> str | None:
     """Say which rule of R-11.7 the kind, anchor and parts of a path break, or None."""
@@ -321,7 +334,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any], Any]] = {
     defaultdict: _Encoder._defaultdict, list: _Encoder._list, tuple: _Encoder._tuple,
     deque: _Encoder._deque, set: _Encoder._set, frozenset: _Encoder._set, Size: _Encoder._size,
     Named: _Encoder._named, Scalar: _Encoder._scalar, datetime: _Encoder._datetime,
-    date: _Encoder._date, timedelta: _Encoder._timedelta,
+    date: _Encoder._date, timedelta: _Encoder._timedelta, TensorRef: _Encoder._ref,
 }
 # fmt: on
 

@@ -176,7 +176,7 @@ def _no_folder(path: Path) -> Exception:
             hint="a checkpoint is a folder; give the folder, not a file in it",
         ).error()
     unfinished = any(path.parent.glob(f".{glob.escape(path.name)}.dsd-partial-*"))
-    hint = "a save to it was begun and not completed" if unfinished else None
+    hint = "a save to it has not been completed" if unfinished else None
     return Problem("no_manifest", f"{path} does not exist", hint=hint).error()
 
 
