@@ -41,20 +41,20 @@ Example:
 --json prints an object with
   checkpoint, root, format_version, features, world_size
   block_nbytes, manifest_nbytes
-  tensors, tied              tied: names beyond the first one of each tensor
-  elements, nbytes           of all tensors
-  stored_nbytes              of all data files, their headers included
-  sections                   by top-level key: name, tensors, elements, nbytes,
-                             values; name is null for tensors at the top
-  dtypes                     dtype, tensors, elements, nbytes
-  data_files, side_files     label, nbytes
-  user                       the user metadata
-  values                     top-level entries without a tensor: name, type,
-                             value (as "dsd show" prints it)
-  placements                 mesh (axes, shape, ranks), placements (one for each
-                             axis), tensors, elements, nbytes
-  codecs                     codec, chunks, nbytes, stored_nbytes; null where
-                             the chunk tables were not read
+  tensors, tied            tied: names beyond the first one of each tensor
+  elements, nbytes         of all tensors
+  stored_nbytes            of all data files, their headers included
+  sections                 by top-level key: name, tensors, elements, nbytes,
+                           values; name is null for tensors at the top
+  dtypes                   dtype, tensors, elements, nbytes
+  data_files, side_files   label, nbytes
+  user                     the user metadata
+  values                   top-level entries without a tensor: name, type,
+                           value (in the form of "dsd show")
+  placements               mesh (axes, shape, ranks), placements (one for
+                           each axis), tensors, elements, nbytes
+  codecs                   codec, chunks, nbytes, stored_nbytes; null where
+                           the chunk tables were not read
 """
 
 ROWS_SHOWN = 30

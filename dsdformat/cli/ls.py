@@ -43,15 +43,13 @@ Examples:
 \b
 --json prints an object with
   checkpoint, root
-  tensors                    name, dtype, shape, nbytes; with --long also
-                             aliases, codecs, files, stored_nbytes,
-                             placements (mesh, placements; or null),
-                             content_digest (null where data must be read),
-                             chunks (offset, shape, file, byte_offset, nbytes,
-                             stored_nbytes, codec)
-  values                     with --values: name, type, value (as "dsd show"
-                             prints it)
-  error                      code, message, hint; if the listing was cut short
+  tensors    name, dtype, shape, nbytes; with --long also aliases, codecs,
+             files, stored_nbytes, placements (mesh, placements; or null),
+             content_digest (null where data would have to be read),
+             chunks (offset, shape, file, byte_offset, nbytes,
+             stored_nbytes, codec)
+  values     with --values: name, type, value (in the form of "dsd show")
+  error      code, message, hint; only where the listing was cut short
 """
 
 FILES_SHOWN = 2

@@ -9,11 +9,12 @@ Importing this module needs no extra.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsdformat import DsdError, FormatError, StorageError
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["main", "make_app"]
 
 FINE, BAD, USAGE, IO, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 70, 130
+PROBLEMS_SHOWN = 10
 
 HELP = """Look at checkpoints, and check them.
 
@@ -96,22 +98,28 @@ def make_app() -> typer.Typer:
     return app
 
 
+@functools.cache
+def _command() -> Any:
+    import typer
+
+    return typer.main.get_command(make_app())
+
+
 @dataclass(frozen=True, slots=True)
 class _Fault:
     """An exception as a person is told of it."""
 
     exit_code: int
     code: str
-    message: str
+    messages: tuple[str, ...]
     hint: str | None = None
 
 
 def _run(arguments: list[str], out: Output, *, debug: bool) -> int:
     import typer
 
-    command = typer.main.get_command(make_app())
     try:
-        result = command.main(arguments, prog_name="dsd", standalone_mode=False, obj=out)
+        result = _command().main(arguments, prog_name="dsd", standalone_mode=False, obj=out)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except SystemExit:  # typer's way with a closed pipe
@@ -128,24 +136,31 @@ def _report(out: Output, fault: _Fault) -> int:
 
     out.exit_code = fault.exit_code
     with contextlib.suppress(typer.Exit):  # raised where stdout is closed
-        out.error(fault.code, fault.message, fault.hint)
+        out.error(fault.code, fault.messages, fault.hint)
     return fault.exit_code
 
 
 def _describe(error: Exception) -> _Fault:
+    if isinstance(error, FormatError):
+        return _Fault(BAD, error.code, _problem_lines(error), error.hint)
     if isinstance(error, DsdError):
-        exit_code = USAGE
-        if isinstance(error, (FormatError, StorageError)):
-            exit_code = BAD if isinstance(error, FormatError) else IO
-        return _Fault(exit_code, error.code, error.message, error.hint)
+        exit_code = IO if isinstance(error, StorageError) else USAGE
+        return _Fault(exit_code, error.code, (error.message,), error.hint)
     if isinstance(error, OSError):
-        return _Fault(IO, "io_error", error.strerror or str(error))
-    if hasattr(error, "format_message"):  # typer's, whatever their base is in its versions
+        return _Fault(IO, "io_error", (error.strerror or str(error),))
+    if hasattr(error, "format_message"):  # typer's, whose base is not the same in all versions
         context = getattr(error, "ctx", None)
         path = "dsd" if context is None else context.command_path
-        return _Fault(USAGE, "usage", error.format_message(), f"{path} --help")
+        return _Fault(USAGE, "usage", (error.format_message(),), f"{path} --help")
     message = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return _Fault(INTERNAL, "internal", message, "run it again with --debug, and report it")
+    return _Fault(INTERNAL, "internal", (message,), "run it again with --debug, and report it")
+
+
+def _problem_lines(error: FormatError) -> tuple[str, ...]:
+    """Return a line for each problem; a message may hold a line break that a file made up."""
+    count = len(error.problems) - PROBLEMS_SHOWN
+    shown = [problem.message for problem in error.problems[:PROBLEMS_SHOWN]]
+    return (*shown, f"and {count:,} more; dsd verify lists all") if count > 0 else tuple(shown)
 
 
 def _refuse(package: str) -> int:

@@ -140,16 +140,17 @@ class Output:
             separator = ",\n"
         self._write("\n}\n")
 
-    def error(self, code: str, message: str, hint: str | None) -> None:
+    def error(self, code: str, messages: Sequence[str], hint: str | None) -> None:
         """Print an error to stderr, and to stdout as well where JSON was asked for."""
         head = _styled(self._error_console, f"error[{escape(code)}]", "bold red")
-        first, *more = message.split("\n")
+        first, *more = messages
         lines = [f"{head}: {escape(first)}", *(f"  {escape(line)}" for line in more)]
         if hint:
             lines += ["", f"{_styled(self._error_console, 'hint', 'bold')}: {escape(hint)}"]
         self._tell("\n".join(lines) + "\n")
         if self.json:
-            text = _dumps({"error": {"code": code, "message": message, "hint": hint}}, indent=2)
+            fault = {"code": code, "message": "\n".join(messages), "hint": hint}
+            text = _dumps({"error": fault}, indent=2)
             self._write(("\n  ]," + text[1:] if self._in_array else text) + "\n")
 
     def flush(self) -> None:

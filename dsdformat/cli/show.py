@@ -52,24 +52,32 @@ Examples:
   dsd show step-1000 optimizer/param_groups
 
 \b
---json prints an object with checkpoint, name, kind and, for a kind of
-  tensor      dtype, shape, nbytes of the whole tensor,
-              box (offset, shape), elements: nested lists without the dims of
-              integers, null if more than 65,536,
-              stats: min, max, mean of the finite elements, and the numbers of
-              others, nan and infinite; null where there are no numbers
-  value       type, value
-  container   type, children: name, kind and, by kind, dtype, shape, nbytes;
-              type, value; type, length
-A special float is "NaN", "Infinity" or "-Infinity", a complex number a pair;
-an element that is no number is a string of hexadecimal digits. Values that
-JSON lacks are objects, of which the first key tells the type:
-  {"$tuple": […]}  and so $set, $frozenset, $size; {"$deque": […], "maxlen": 3}
-  {"$dict": [[key, value], …]}  and so $odict, $counter, $defaultdict
-  {"$bytes": "00ff"}, {"$int": "36893488147419103232"}, {"$complex": [0.5, 1.0]}
+--json prints an object with checkpoint, name, kind and, by kind,
+  tensor     dtype, shape, nbytes: of the whole tensor
+             box: offset, shape
+             elements: nested lists, without the dims that have an integer;
+             null where there are more than 65,536
+             stats: min, max, mean of the finite elements, and how many are
+             nan or infinite; null where there are no numbers
+  value      type, value
+  container  type, children: of each name, kind and, by kind, dtype, shape,
+             nbytes; type, value; type, length
+
+\b
+In it, a special float is "NaN", "Infinity" or "-Infinity", a complex element
+a pair, and an element without a number a string of hexadecimal digits.
+Values that JSON lacks are objects, whose first key tells the type:
+  {"$tuple": [1, 2]}, and so $set, $frozenset, $size
+  {"$deque": [1, 2], "maxlen": 3}
+  {"$dict": [[key, value], ...]}, and so $odict, $counter, $defaultdict
+  {"$bytes": "00ff"}
+  {"$int": "36893488147419103232"}
+  {"$complex": [0.5, 1.0]}
   {"$scalar": "float32", "value": 0.5, "bytes": "0000003f"}
-  {"$name": "float32", "kind": "torch.dtype"}, {"$path": "/x", "kind": "posix"}
-  {"$datetime": "2026-11-30T12:00:00+01:00", "fold": 0}, {"$date": "2026-11-30"}
+  {"$name": "float32", "kind": "torch.dtype"}
+  {"$path": "/data/run", "kind": "posix"}
+  {"$datetime": "2026-11-30T12:00:00+01:00", "fold": 0}
+  {"$date": "2026-11-30"}
   {"$timedelta": [days, seconds, microseconds]}
 """
 

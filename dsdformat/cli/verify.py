@@ -30,14 +30,14 @@ Example:
 
 \b
 --json prints an object with
-  checkpoint, ok, root       root: null where it could not be read
-  tensors, chunks, files     how many, as far as they could be read
-  nbytes                     of the data files
-  seconds                    that it took
-  problems                   of each: code, message, path, where, byte_offset,
-                             byte_end, entry, chunk, block, expected, actual,
-                             hint; null where there is no such thing
-  unlisted                   files that do not belong to the checkpoint
+  checkpoint, ok, root     root: null where it could not be read
+  tensors, chunks, files   how many, as far as they could be read
+  nbytes                   of the data files
+  seconds                  that it took
+  problems                 of each: code, message, path, where, byte_offset,
+                           byte_end, entry, chunk, block, expected, actual,
+                           hint; null where there is no such thing
+  unlisted                 files that do not belong to the checkpoint
 """
 
 PROBLEMS_SHOWN = 20

@@ -38,6 +38,7 @@ class LocalTarget:
         """
         self._path = Path(os.path.realpath(path))
         self._overwrite = overwrite
+        self._published = False
         with storage_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _clean(self._path)
@@ -62,17 +63,21 @@ class LocalTarget:
         with storage_errors(self._path):
             _sync_folder(self.staging)
             self._check_replaceable()
+            old = None
             if self._holds_checkpoint():
-                _replace(self._path, self.staging)
+                old = _replace(self._path, self.staging)
             else:
                 os.rename(self.staging, self._path)
+            self._published = True
             _sync_folder(self._path.parent)
             self._unlock()
-            _clean(self._path)
+            if old is not None:  # it goes only after the new name is on the disk
+                shutil.rmtree(old, ignore_errors=True)
 
     def abort(self) -> None:
-        """Remove what was written."""
-        shutil.rmtree(self.staging, ignore_errors=True)
+        """Remove what was written; do nothing once it is visible."""
+        if not self._published:
+            shutil.rmtree(self.staging, ignore_errors=True)
         self._unlock()
 
     def _holds_checkpoint(self) -> bool:
@@ -194,6 +199,7 @@ def _clean(path: Path) -> None:
     replaced = replaced_path(path)
     if replaced.is_dir():
         if (path / MANIFEST_LABEL).exists():
+            _sync_folder(path.parent)
             shutil.rmtree(replaced, ignore_errors=True)
         elif not os.path.lexists(path):
             os.rename(replaced, path)
@@ -234,11 +240,10 @@ def _fcntl() -> ModuleType | None:
     return fcntl
 
 
-def _replace(path: Path, staging: Path) -> None:
-    """Put the new folder in the place of the old one; the old one is removed by `_clean`."""
+def _replace(path: Path, staging: Path) -> Path:
+    """Put the new folder in the place of the old one; return where the old one is now."""
     if _exchange(staging, path):
-        shutil.rmtree(staging, ignore_errors=True)
-        return
+        return staging
     replaced = replaced_path(path)
     os.rename(path, replaced)
     try:
@@ -246,6 +251,7 @@ def _replace(path: Path, staging: Path) -> None:
     except OSError:
         os.rename(replaced, path)
         raise
+    return replaced
 
 
 def _exchange(a: Path, b: Path) -> bool:
