@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsdformat.boxes import Box, copy_runs
-from dsdformat.errors import FormatError, Problem
+from dsdformat.errors import ArgumentError, FormatError, Problem
 from dsdformat.format.checks import ChunkPlace, TensorRow
 from dsdformat.format.codecs import RAW, decode_block
 from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
@@ -42,6 +42,8 @@ class Workers:
     """
 
     def __init__(self, count: int | None = None) -> None:
+        if count is not None and count < 1:
+            raise ArgumentError(f"threads is {count}, expected 1 or more", code="bad_argument")
         self.count = count or min(8, os.cpu_count() or 1)
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -160,12 +162,13 @@ class BlockReader:
 
         Memory: as `read`, plus 1 MiB per thread.
         """
+        small_max = min(SMALL_NBYTES, self._body.block_nbytes)  # one digest each
         small: list[_Small] = []
         large: list[Request] = []
         for request in requests:
             chunks = request.row.chunks
             whole = len(chunks) == 1 and len(request.into) == chunks[0].nbytes
-            if whole and chunks[0].codec == RAW and 0 < chunks[0].nbytes <= SMALL_NBYTES:
+            if whole and chunks[0].codec == RAW and 0 < chunks[0].nbytes <= small_max:
                 place = chunks[0]
                 small.append((place.file, place.byte_offset, request.tensor, request))
             elif len(request.into):

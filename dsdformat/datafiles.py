@@ -119,7 +119,7 @@ def plan_files(
         groups.setdefault(prefix, []).append(job)
     plans: list[FilePlan] = []
     for prefix in sorted(groups):
-        ordered = sorted(groups[prefix], key=lambda job: -size_class(job.nbytes))
+        ordered = sorted(groups[prefix], key=_rank_in_file)
         for job in ordered:
             job.key = chunk_key(job.path[len(prefix) :], job.shape, job.box, job.codec)
         for piece in _fill_files(ordered, chunks_max, header_max):
@@ -151,6 +151,11 @@ def write_file(plan: FilePlan, target: Target, block_nbytes: int, workers: Worke
     sink.close()
 
 
+def _rank_in_file(job: ChunkJob) -> int:
+    """Raw chunks in falling order of size class, then compressed ones (R-10.8)."""
+    return -size_class(job.nbytes) if job.codec == RAW else 0
+
+
 def _fill_files(jobs: list[ChunkJob], chunks_max: int, header_max: int) -> Iterator[list[ChunkJob]]:
     piece: list[ChunkJob] = []
     room = header_max
@@ -175,19 +180,15 @@ def _entries(plan: FilePlan, bound_block: int | None) -> Iterator[HeaderEntry]:
 
 def _write_chunks(plan: FilePlan, sink: Sink, block_nbytes: int, workers: Workers) -> int:
     at = plan.header_nbytes
-    raw: list[ChunkJob] = []
-    for job in plan.jobs:
-        if job.codec == RAW:
-            job.byte_offset, job.stored_nbytes = at, job.nbytes
-            at += job.nbytes
-            raw.append(job)
-            continue
-        workers.run(_raw_tasks(raw, sink, block_nbytes))
-        raw = []
+    raw = [job for job in plan.jobs if job.codec == RAW]
+    for job in raw:
+        job.byte_offset, job.stored_nbytes = at, job.nbytes
+        at += job.nbytes
+    workers.run(_raw_tasks(raw, sink, block_nbytes))
+    for job in plan.jobs[len(raw) :]:
         job.byte_offset = at
         job.stored_nbytes = _write_compressed(job, sink, block_nbytes, workers)
         at += job.stored_nbytes
-    workers.run(_raw_tasks(raw, sink, block_nbytes))
     return at
 
 

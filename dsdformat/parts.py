@@ -20,6 +20,7 @@ from dsdformat.datafiles import ChunkJob
 from dsdformat.errors import MismatchError, Problem, raise_problems, shorten
 from dsdformat.format.bodies import find_body_problems
 from dsdformat.format.codecs import PLANES, RAW
+from dsdformat.format.decoding import decode_tree
 from dsdformat.format.digests import DIGEST_NBYTES, digest
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.frame import FIXED_NBYTES, Head, check_prefix, emit_manifest, parse_head
@@ -35,7 +36,9 @@ from dsdformat.format.manifest import (
     parse_body,
 )
 from dsdformat.format.packing import parse
+from dsdformat.format.paths import emit_name
 from dsdformat.format.trees import merge_trees, renumber
+from dsdformat.format.values import encoded_key
 from dsdformat.limits import CUT_DIMS_MAX
 
 __all__ = ["ChunkRecord", "Part", "TensorRecord", "check_complete", "emit_sections", "merge_parts"]
@@ -110,7 +113,11 @@ class Part:
         raise_problems(find_body_problems(fields))
         body = parse_body(fields)
         columns = Columns(nbytes, read)
-        tensors = [_tensor_record(body, columns, index, rank) for index in range(columns.tensors)]
+        paths = decode_tree(body.tree).paths
+        if len(paths) != columns.tensors:
+            message = f"the part of rank {rank} names {len(paths)} of {columns.tensors} tensors"
+            raise Problem("bad_tensor_reference", message, path="$.tree").error()
+        tensors = [_tensor_record(body, columns, *pair) for pair in enumerate(paths)]
         return Part(body.tree, tensors, list(body.files), body.block_nbytes, body.world_size)
 
 
@@ -370,14 +377,14 @@ def _sorted_files(part: Part) -> Part:
     return replace(part, files=[part.files[index] for index in order])
 
 
-def _tensor_record(body: Body, columns: Columns, index: int, rank: int) -> TensorRecord:
+def _tensor_record(body: Body, columns: Columns, index: int, path: tuple[Any, ...]) -> TensorRecord:
     number = columns.layout[index]
     layout = None
     if number:
         row = body.layouts[number - 1]
         layout = (body.meshes[row.mesh], row.placements)
     dtype, shape = body.dtypes[columns.dtype[index]], columns.shape(index)
-    record = TensorRecord(dtype, shape, layout, f"tensor {index} of rank {rank}")
+    record = TensorRecord(dtype, shape, layout, emit_name(path, encoded_key))
     rows = columns.rows(index)
     for chunk in range(columns.chunk_count[index]):
         box = rows.box(chunk, len(shape))

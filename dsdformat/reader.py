@@ -16,10 +16,10 @@ from dsdformat.format.digests import digest as digest_of
 from dsdformat.format.frame import FORMAT_VERSION
 from dsdformat.format.packing import emit
 from dsdformat.format.paths import emit_name
-from dsdformat.format.values import TensorRef, encode
+from dsdformat.format.values import Encoded, TensorRef, encode, encoded_key
 from dsdformat.garbage import paused_gc
 from dsdformat.storage.base import Storage
-from dsdformat.tensors import TensorTable, key_bytes
+from dsdformat.tensors import TensorTable
 
 __all__ = ["Checkpoint"]
 
@@ -232,7 +232,7 @@ class Checkpoint:
 
         def leaf(value: Any, _path: Any) -> Any:
             if isinstance(value, TensorEntry):
-                return ["tensor", self.table.content_digest(value.index)]
+                return Encoded(["tensor", self.table.content_digest(value.index)])
             return NotImplemented
 
         return digest_of(emit(encode(self.tree(), leaf=leaf))).hex()
@@ -242,7 +242,7 @@ class Checkpoint:
         table: dict[str, int] = {}
         for index in range(len(self)):
             for one in self.table.paths(index):
-                name = emit_name(one, key_bytes)
+                name = emit_name(one, encoded_key)
                 table[name] = index if table.setdefault(name, index) == index else -1
         return table
 
@@ -288,4 +288,4 @@ def _children(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _part_name(step: Any) -> str:
-    return emit_name((step,), key_bytes)
+    return emit_name((step,), encoded_key)

@@ -8,6 +8,7 @@ from typing import Any
 
 from dsdformat.boxes import Box, whole
 from dsdformat.errors import ArgumentError, MismatchError, UnsupportedValueError, shorten
+from dsdformat.format.bodies import find_layout_fault
 from dsdformat.format.dtypes import DTYPES, Dtype
 from dsdformat.format.manifest import Mesh
 from dsdformat.limits import INT63_MAX, MIB, NDIM_MAX
@@ -54,6 +55,10 @@ class TensorSource:
             nbytes *= size or 1
             if size < 0 or size > INT63_MAX or nbytes > INT63_MAX or len(self.shape) > NDIM_MAX:
                 raise ArgumentError(f"bad shape {list(self.shape)}", code="bad_argument")
+        if self.layout is not None:
+            fault = find_layout_fault(*self.layout)
+            if fault:
+                raise ArgumentError(fault, code="bad_argument")
         for box, _ in self.chunks:
             if not box.fits(self.shape):
                 raise ArgumentError(

@@ -12,7 +12,7 @@ from dsdformat.format.checks import StoredChunk, check_columns
 from dsdformat.format.codecs import RAW
 from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
 from dsdformat.format.manifest import DataFile, SideFile
-from dsdformat.format.payload import HeaderEntry, chunk_key, emit_header, header_json
+from dsdformat.format.payload import HeaderEntry, chunk_key, header_json
 from dsdformat.garbage import paused_gc
 from dsdformat.limits import MIB
 from dsdformat.reader import Checkpoint
@@ -69,6 +69,9 @@ def verify_storage(
     except FormatError as error:
         storage.close()
         return Report(storage.name, problems=error.problems)
+    except BaseException:
+        storage.close()
+        raise
     with checkpoint:
         verifier = _Verifier(checkpoint, storage, progress)
         try:
@@ -136,19 +139,28 @@ class _Verifier:
         except FormatError as error:
             return list(error.problems)
         text = header_json(self._header_entries(file, chunks), file.metadata)
-        expected = emit_header(text, file.header_nbytes) or b""
-        buffer = bytearray(file.header_nbytes)
-        self.storage.read_into(file.label, 0, memoryview(buffer))
-        actual = bytes(buffer)
-        if expected == actual:
+        at = self._find_difference(file, text)
+        self._advance(file.header_nbytes)
+        if at is None:
             return []
-        at = _first_difference(expected, actual)
         message = (
             f"the header of {file.label} is not the one that the manifest implies: it differs "
             f"from byte {at} on"
         )
         hint = "other safetensors readers would see other tensors; restore the file"
         return [Problem("header_mismatch", message, where=file.label, byte_offset=at, hint=hint)]
+
+    def _find_difference(self, file: DataFile, text: bytes) -> int | None:
+        """Return the first byte of a header that is not as the manifest implies, or None."""
+        room = file.header_nbytes - 8
+        expected = room.to_bytes(8, "little") + text
+        for at in range(0, file.header_nbytes, MIB):
+            buffer = memoryview(bytearray(min(MIB, file.header_nbytes - at)))
+            self.storage.read_into(file.label, at, buffer)
+            wanted = expected[at : at + MIB].ljust(len(buffer), b" ")
+            if wanted != buffer:
+                return at + _first_difference(wanted, bytes(buffer))
+        return None
 
     def _header_entries(self, file: DataFile, chunks: list[StoredChunk]) -> Iterator[HeaderEntry]:
         paths = self.table.decoded.paths

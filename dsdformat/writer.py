@@ -25,9 +25,8 @@ from dsdformat.format.codecs import CODECS, PLANES, RAW, ZSTD, can_compress
 from dsdformat.format.digests import digest
 from dsdformat.format.frame import emit_manifest
 from dsdformat.format.manifest import DataFile, SideFile, emit_body
-from dsdformat.format.packing import emit
 from dsdformat.format.paths import emit_name, render_path
-from dsdformat.format.values import Leaf, encode, encode_key
+from dsdformat.format.values import Leaf, TensorRef, encode, encoded_key
 from dsdformat.garbage import paused_gc
 from dsdformat.labels import file_labels
 from dsdformat.limits import BLOCK_NBYTES_DEFAULT, BLOCK_NBYTES_MAX, BLOCK_NBYTES_MIN, MIB
@@ -78,7 +77,7 @@ class PartWriter:
         self._rank, self._world_size = rank, world_size
         self._codec = codec
         self._block_nbytes = block_nbytes
-        self._metadata = dict(_HF_METADATA if metadata is None else metadata)
+        self._metadata = _text_map(_HF_METADATA if metadata is None else metadata)
         self._workers = Workers(threads)
         self._state: Mapping[str, Any] = {}
         self._jobs: list[ChunkJob] = []
@@ -185,16 +184,12 @@ class PartWriter:
                 if value is NotImplemented:
                     return NotImplemented
                 if not isinstance(value, TensorSource):
-                    return encode(value, path=path)
+                    return value
             if id(value) not in numbers:
                 numbers[id(value)] = len(tensors)
                 self._sources.append(value)  # alive, so that no other source gets its id
                 tensors.append(self._plan_tensor(value, len(tensors), tuple(path)))
-            number = numbers[id(value)]
-            if not value.attributes:
-                return ["tensor", number]
-            attributes = sorted(value.attributes.items())
-            return ["tensor", number, {key: encode(item) for key, item in attributes}]
+            return TensorRef(numbers[id(value)], tuple(value.attributes.items()))
 
         tree = encode(self._state, leaf=leaf)
         return tree, tensors
@@ -202,7 +197,14 @@ class PartWriter:
     def _plan_tensor(
         self, source: TensorSource, number: int, path: tuple[Any, ...]
     ) -> TensorRecord:
-        name = emit_name(path, _key_bytes)
+        name = emit_name(path, encoded_key)
+        if source.layout and not all(
+            0 <= rank < self._world_size for rank in source.layout[0].ranks
+        ):
+            raise ArgumentError(
+                f"{name}: the mesh has ranks beyond the {self._world_size} that write",
+                code="bad_argument",
+            )
         empty = 0 in source.shape
         for box, data in sorted(source.chunks, key=lambda chunk: chunk[0].offset):
             if 0 in box.shape and not (empty and box.shape == source.shape):
@@ -263,7 +265,7 @@ class Writer(PartWriter):
     ) -> None:
         if kind is not None:
             self.abort()
-        elif self.root is None:
+        elif not self._done:
             self.commit()
 
     @property
@@ -291,11 +293,15 @@ class Writer(PartWriter):
             label: `[A-Za-z0-9_][A-Za-z0-9._-]*`, at most 200 characters.
             data: Its contents.
         """
+        self._check_open()
         taken = {MANIFEST_LABEL, *(side.label.lower() for side in self._sides)}
-        if not is_label(label) or label.lower() in taken or label.endswith(".safetensors"):
+        if not is_label(label) or label.lower() in taken or label.lower().endswith(".safetensors"):
             raise ArgumentError(
                 f"{shorten(label)} cannot be the label of a side file", code="bad_argument"
             )
+        self._add_side(label, data)
+
+    def _add_side(self, label: str, data: bytes) -> None:
         self._write_whole(label, [data])
         self._sides.append(SideFile(label, len(data), digest(data)))
 
@@ -315,7 +321,13 @@ class Writer(PartWriter):
         Ranks: coordinator only.
         Memory: the merged chunk tables.
         """
+        self._check_open()
         try:
+            if len(parts) != self._world_size - 1:
+                raise MismatchError(
+                    f"{len(parts)} parts of other ranks, expected {self._world_size - 1}",
+                    code="chunks_incomplete",
+                )
             own = self._write()
             self._add_indexes()
             others = [Part.from_bytes(raw, rank + 1) for rank, raw in enumerate(parts)]
@@ -368,7 +380,7 @@ class Writer(PartWriter):
         for plans in groups.values():
             if len(plans) > 1 and self._world_size == 1:
                 stem = plans[0].label.rsplit("-00001-of-", 1)[0]
-                self.add_file(f"{stem}.safetensors.index.json", _index_json(plans))
+                self._add_side(f"{stem}.safetensors.index.json", _index_json(plans))
 
 
 def _index_json(plans: Sequence[FilePlan]) -> bytes:
@@ -395,13 +407,17 @@ def _check_options(rank: int, world_size: int, block_nbytes: int) -> None:
 
 def _text_map(values: Mapping[str, str]) -> dict[str, str]:
     for key, value in values.items():
-        if type(key) is not str or type(value) is not str:
+        if not (_is_text(key) and _is_text(value)):
             raise ArgumentError(
                 f"user metadata maps strings to strings, got {shorten(key)}: {shorten(value)}",
                 code="bad_argument",
                 hint="other values belong into the state",
             )
     return dict(values)
+
+
+def _is_text(value: object) -> bool:
+    return type(value) is str and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _united(old: Any, new: Any, path: list[Any]) -> Any:
@@ -418,7 +434,3 @@ def _united(old: Any, new: Any, path: list[Any]) -> Any:
         if same and old is not new:
             return replace(old, chunks=[*old.chunks, *new.chunks])
     raise MismatchError(f"{render_path(path)} was added twice", code="state_conflict")
-
-
-def _key_bytes(key: Any) -> bytes:
-    return emit(encode_key(key))

@@ -18,7 +18,7 @@ from dsdformat.limits import MIB
 
 __all__ = ["Stats", "find_edge", "find_stats", "has_numpy", "kept_shape", "read_box", "read_edges"]
 
-SHOWN_MAX = 256  # elements of a box that is shown
+SHOWN_MAX = 256
 _EDGES = (3, 2, 1)
 _PIECE_NBYTES = 8 * MIB
 
@@ -64,13 +64,17 @@ def read_box(entry: TensorEntry, box: Box) -> list[Any]:
     return [data[at : at + itemsize].hex() for at in range(0, len(data), itemsize)]
 
 
-def find_edge(shape: Sequence[int]) -> int | None:
+def find_edge(shape: Sequence[int], whole_max: int) -> int | None:
     """Choose how many elements to show at either end of each dim.
 
+    Args:
+        shape: Of the box.
+        whole_max: Up to how many elements a box is shown whole.
+
     Returns:
-        0 where all elements can be shown; None where there are too many dims to show any.
+        0 where it is; None where there are too many dims to show any element.
     """
-    if math.prod(shape) <= SHOWN_MAX:
+    if math.prod(shape) <= whole_max:
         return 0
     return next((e for e in _EDGES if math.prod(kept_shape(shape, e)) <= SHOWN_MAX), None)
 
@@ -112,10 +116,12 @@ def find_stats(entry: TensorEntry, box: Box) -> Stats | None:
 def _add(stats: Stats, np: Any, elements: Any) -> None:
     kind = elements.dtype.kind
     if kind in "fc":
-        finite, nan = np.isfinite(elements), int(np.isnan(elements).sum())
-        stats.nan += nan
-        stats.infinite += elements.size - int(finite.sum()) - nan
-        elements = elements[finite]
+        finite = np.isfinite(elements)
+        if not finite.all():
+            nan = int(np.isnan(elements).sum())
+            stats.nan += nan
+            stats.infinite += elements.size - int(finite.sum()) - nan
+            elements = elements[finite]
     if elements.size == 0:
         return
     stats.count += elements.size

@@ -12,6 +12,7 @@ from dsdformat.format.dtypes import DTYPES
 
 __all__ = [
     "Placements",
+    "check_dtype",
     "distinct",
     "mesh_json",
     "mesh_text",
@@ -31,14 +32,15 @@ def numel_of(entry: TensorEntry) -> int:
     return math.prod(entry.shape)
 
 
-def nbytes_of(entry: TensorEntry) -> int:
-    """Return the length of the packed bytes.
-
-    Raises:
-        FormatError: `bad_reference`: the dtype is not in the table.
-    """
+def check_dtype(entry: TensorEntry) -> None:
+    """Raise what is wrong with a tensor whose dtype is not in the table."""
     if entry.dtype not in DTYPES:
-        entry.chunks  # noqa: B018  checks the row, and says what is wrong
+        entry.chunks  # noqa: B018  checks the row
+
+
+def nbytes_of(entry: TensorEntry) -> int:
+    """Return the length of the packed bytes."""
+    check_dtype(entry)
     return entry.nbytes
 
 

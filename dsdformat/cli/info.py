@@ -81,7 +81,7 @@ def info(
         if json:
             out.document(_document(str(ckpt), checkpoint, tensors, values, codecs))
             return
-        out.line(str(ckpt), "bold")
+        out.title(str(ckpt))
         out.pairs(_head(checkpoint, tensors, codecs))
         _print_sections(out, tensors, values)
         _print_files(out, checkpoint)

@@ -20,9 +20,9 @@ from dsdformat.cli.entries import (
     placements_text,
     summary_text,
 )
-from dsdformat.cli.escapes import unescape
+from dsdformat.cli.escapes import fit, unescape
 from dsdformat.cli.options import Ckpt, Json
-from dsdformat.cli.render import Column, Output, format_size
+from dsdformat.cli.render import NAME_WIDTH, Column, Output, format_size
 from dsdformat.cli.values import iter_values, name_of, short_text, type_name, value_json
 from dsdformat.entries import ChunkInfo
 
@@ -144,7 +144,7 @@ def _sorted(found: Iterator[Found], sort: Sort | None) -> Iterable[Found]:
     return sorted(found, key=lambda pair: -nbytes_of(pair[1]))
 
 
-def _other_names(entry: TensorEntry, but: str = "") -> list[str]:
+def _other_names(entry: TensorEntry, but: str | None = None) -> list[str]:
     """List the names of a tied tensor, but for one."""
     paths = entry.paths
     return [] if len(paths) == 1 else [name for name in map(name_of, paths) if name != but]
@@ -163,7 +163,7 @@ def _print_long(out: Output, found: Iterable[Found]) -> int:
     for count, (name, entry) in enumerate(found, 1):
         if count > 1:
             out.line()
-        out.line(name, "bold")
+        out.title(name)
         out.pairs(_long_pairs(name, entry), width=len("content"))
     return count
 
@@ -176,7 +176,7 @@ def _long_pairs(name: str, entry: TensorEntry) -> list[tuple[str, str]]:
         ("chunks", f"{len(chunks):,}, {', '.join(codecs)}{_stored_text(entry, chunks)}"),
         ("files", _files_text(distinct(chunk.file for chunk in chunks))),
         ("placed", "" if placements is None else placements_text(placements)),
-        ("tied", ", ".join(_other_names(entry, name))),
+        ("tied", ", ".join(fit(other, NAME_WIDTH) for other in _other_names(entry, name))),
         ("content", entry.known_content_digest() or ""),
     ]
 
@@ -189,7 +189,7 @@ def _stored_text(entry: TensorEntry, chunks: Iterable[ChunkInfo]) -> str:
 def _files_text(files: list[str]) -> str:
     if len(files) <= FILES_SHOWN:
         return ", ".join(files)
-    return f"{len(files):,}, from {files[0]} to {files[-1]}"
+    return f"{files[0]} and {len(files) - 1:,} more"
 
 
 def _print_values(out: Output, listed: Iterator[tuple[str, Any]], *, after: bool) -> int:

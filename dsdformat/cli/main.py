@@ -147,7 +147,8 @@ def _describe(error: Exception) -> _Fault:
         exit_code = IO if isinstance(error, StorageError) else USAGE
         return _Fault(exit_code, error.code, (error.message,), error.hint)
     if isinstance(error, OSError):
-        return _Fault(IO, "io_error", (error.strerror or str(error),))
+        parts = (error.filename, error.strerror) if error.strerror else (error,)
+        return _Fault(IO, "io_error", (": ".join(str(part) for part in parts if part),))
     if hasattr(error, "format_message"):  # typer's, whose base is not the same in all versions
         context = getattr(error, "ctx", None)
         path = "dsd" if context is None else context.command_path

@@ -8,9 +8,9 @@ What is printed is the commands' matter.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -20,13 +20,15 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
+from dsdformat import DsdError
 from dsdformat.cli.escapes import cells, escape, fit
 
 __all__ = ["Column", "Output", "format_count", "format_size"]
 
-PIPED_WIDTH = 200  # cells of a name where no terminal bounds it
+NAME_WIDTH = 200  # cells of a name where no terminal bounds it
+MESSAGE_WIDTH = 2000
 _FLEXIBLE_MIN = 16
-_GAP = "  "
+_INDENT = _GAP = "  "
 _BATCH = 2000  # rows that are aligned, and written, together
 
 
@@ -89,9 +91,18 @@ class Output:
         """Print one line of data."""
         self._write(_styled(self._console, escape(text), style) + "\n")
 
+    def title(self, name: str) -> None:
+        """Print a name above what is said of it."""
+        self.line(fit(name, NAME_WIDTH), "bold")
+
     def note(self, text: str) -> None:
         """Tell the person something that is not data."""
         self._tell(f"{_styled(self._error_console, 'note', 'bold')}: {escape(text)}\n")
+
+    def paragraph(self, text: str) -> None:
+        """Print text, indented; on a terminal its lines end between words."""
+        for line in self._wrapped(escape(fit(text, MESSAGE_WIDTH)), len(_INDENT)):
+            self._write(f"{_INDENT}{line}\n")
 
     def pairs(self, pairs: Iterable[tuple[str, str]], width: int = 0) -> None:
         """Print labels and values, the values aligned; a label without a value is left out.
@@ -103,7 +114,10 @@ class Output:
         kept = [(label, escape(value)) for label, value in pairs if value]
         width = max(width, *(len(label) for label, _ in kept), 0)
         for label, value in kept:
-            self._write(f"  {_styled(self._console, f'{label:{width}}', 'dim')}{_GAP}{value}\n")
+            head = _styled(self._console, f"{label:{width}}", "dim")
+            indent = len(_INDENT) + width + len(_GAP)
+            lines = self._wrapped(value, indent)
+            self._write(f"{_INDENT}{head}{_GAP}" + f"\n{'':{indent}}".join(lines) + "\n")
 
     def table(self, columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> int:
         """Print rows in aligned columns, and return how many; nothing where there are none.
@@ -113,7 +127,7 @@ class Output:
         count = 0
         widths = [cells(column.title) for column in columns]
         titles = [column.title for column in columns]
-        for batch in _batches(rows):
+        for batch in filter(None, _batches(rows)):
             count += len(batch)
             table = [[escape(cell) for cell in row] for row in batch]
             widths = self._widths(columns, widths, table)
@@ -143,8 +157,8 @@ class Output:
     def error(self, code: str, messages: Sequence[str], hint: str | None) -> None:
         """Print an error to stderr, and to stdout as well where JSON was asked for."""
         head = _styled(self._error_console, f"error[{escape(code)}]", "bold red")
-        first, *more = messages
-        lines = [f"{head}: {escape(first)}", *(f"  {escape(line)}" for line in more)]
+        first, *more = (escape(fit(message, MESSAGE_WIDTH)) for message in messages)
+        lines = [f"{head}: {first}", *(f"{_INDENT}{line}" for line in more)]
         if hint:
             lines += ["", f"{_styled(self._error_console, 'hint', 'bold')}: {escape(hint)}"]
         self._tell("\n".join(lines) + "\n")
@@ -171,7 +185,7 @@ class Output:
         self._write("[")
         self._in_array = True
         separator = "\n    "
-        for batch in _batches(items):
+        for batch in filter(None, _batches(items)):
             self._write(separator + ",\n    ".join(map(_dumps, batch)))
             separator = ",\n    "
         self._in_array = False
@@ -185,7 +199,7 @@ class Output:
         wide = [max(old, *map(cells, column)) for old, column in zip(widths, turned, strict=True)]
         flexible = [number for number, column in enumerate(columns) if column.flexible]
         if self.width is None:
-            return [min(w, PIPED_WIDTH) if n in flexible else w for n, w in enumerate(wide)]
+            return [min(w, NAME_WIDTH) if n in flexible else w for n, w in enumerate(wide)]
         fixed = sum(w for number, w in enumerate(wide) if number not in flexible)
         left = self.width - fixed - len(_GAP) * (len(columns) - 1)
         flexible.sort(key=lambda number: wide[number])
@@ -193,6 +207,12 @@ class Output:
             wide[number] = min(wide[number], max(_FLEXIBLE_MIN, left // (len(flexible) - done)))
             left -= wide[number]
         return wide
+
+    def _wrapped(self, text: str, indent: int) -> list[str]:
+        room = len(text) if self.width is None else max(_FLEXIBLE_MIN, self.width - indent)
+        if cells(text) <= room:
+            return [text]
+        return textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
 
     def _write(self, text: str) -> None:
         try:
@@ -217,9 +237,18 @@ class Output:
 
 
 def _batches(items: Iterable[Any]) -> Iterator[list[Any]]:
-    iterator = iter(items)
-    while batch := list(itertools.islice(iterator, _BATCH)):
+    """Gather items; if making one fails, those before it are still handed out."""
+    batch: list[Any] = []
+    try:
+        for item in items:
+            batch.append(item)
+            if len(batch) == _BATCH:
+                yield batch
+                batch = []
+    except DsdError:
         yield batch
+        raise
+    yield batch
 
 
 def _aligned(columns: Sequence[Column], widths: Sequence[int], row: Sequence[str]) -> str:

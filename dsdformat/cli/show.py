@@ -14,8 +14,8 @@ import typer
 
 import dsdformat
 from dsdformat import ArgumentError, Box, Checkpoint, EntryNotFoundError, TensorEntry
-from dsdformat.boxes import whole
 from dsdformat.cli.arrays import (
+    SHOWN_MAX,
     Stats,
     find_edge,
     find_stats,
@@ -23,7 +23,7 @@ from dsdformat.cli.arrays import (
     read_box,
     read_edges,
 )
-from dsdformat.cli.entries import distinct, nbytes_of, summary_text
+from dsdformat.cli.entries import check_dtype, distinct, nbytes_of, summary_text
 from dsdformat.cli.escapes import unescape
 from dsdformat.cli.grids import element_json, element_text, grid_lines, nested
 from dsdformat.cli.options import Ckpt, Json
@@ -82,6 +82,7 @@ Values that JSON lacks are objects, whose first key tells the type:
 """
 
 JSON_ELEMENTS_MAX = 65_536
+WHOLE_MAX = 64  # elements of a tensor that is shown whole; of a box that was asked for, more
 _PIPED_WIDTH = 80
 _STATS_DIGITS = 8
 _SLICED = re.compile(r"(?P<name>.*)\[(?P<steps>[^\[\]]*)\]", re.DOTALL)
@@ -133,8 +134,7 @@ def _find_tensor(checkpoint: Checkpoint, name: str) -> _Tensor | None:
     """Find a tensor by its name, as it is or as it was printed, with or without slices."""
     for text in distinct([name, unescape(name)]):
         if text in checkpoint:
-            entry = checkpoint.tensor(text)
-            return _Tensor(entry, whole(entry.shape), entry.shape)
+            return _cut(checkpoint.tensor(text), ())
         sliced = _SLICED.fullmatch(text)
         if sliced and sliced["name"] in checkpoint:
             return _cut(checkpoint.tensor(sliced["name"]), _parse_steps(sliced["steps"]))
@@ -158,6 +158,7 @@ def _find_value(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def _cut(entry: TensorEntry, steps: tuple[Step, ...]) -> _Tensor:
+    check_dtype(entry)
     box = entry[steps].box
     kept = [size for size, step in itertools.zip_longest(box.shape, steps) if type(step) is not int]
     return _Tensor(entry, box, tuple(kept))
@@ -187,8 +188,8 @@ def _print_tensor(out: Output, name: str, found: _Tensor) -> None:
     entry, box = found.entry, found.box
     shape = str(list(found.shape))
     stats = find_stats(entry, box)
-    edge = find_edge(box.shape)
-    out.line(name, "bold")
+    edge = find_edge(box.shape, WHOLE_MAX if box.shape == entry.shape else SHOWN_MAX)
+    out.title(name)
     out.pairs(
         [
             ("dtype", entry.dtype),

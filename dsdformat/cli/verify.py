@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +10,9 @@ import typer
 
 import dsdformat
 from dsdformat import Problem, Report
+from dsdformat.cli.escapes import fit
 from dsdformat.cli.options import Ckpt, Json
-from dsdformat.cli.render import Output, format_count, format_size
+from dsdformat.cli.render import NAME_WIDTH, Output, format_count, format_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -70,6 +70,8 @@ def verify(
     else:
         _print_bad(out, str(ckpt), report)
     if report.unlisted:
+        if not report.ok:
+            out.line()
         out.line(f"note: {_unlisted_text(report.unlisted)}")
     return out.exit_code
 
@@ -137,8 +139,7 @@ def _print_bad(out: Output, ckpt: str, report: Report) -> None:
 
 def _print_problem(out: Output, problem: Problem) -> None:
     out.line(problem.code, "bold")
-    for line in _wrapped(problem.message, out.width):
-        out.line(f"  {line}")
+    out.paragraph(problem.message)
     out.pairs(
         [
             ("file", _file_text(problem)),
@@ -151,12 +152,6 @@ def _print_problem(out: Output, problem: Problem) -> None:
     )
 
 
-def _wrapped(message: str, width: int | None) -> list[str]:
-    if width is None:
-        return [message]
-    return textwrap.wrap(message, max(20, width - 2), break_on_hyphens=False) or [""]
-
-
 def _file_text(problem: Problem) -> str:
     if problem.where is None or problem.byte_offset is None:
         return problem.where or ""
@@ -167,7 +162,7 @@ def _file_text(problem: Problem) -> str:
 
 def _entry_text(problem: Problem) -> str:
     parts = [
-        problem.entry or "",
+        fit(problem.entry or "", NAME_WIDTH),
         f"chunk {problem.chunk}" if problem.chunk is not None else "",
         f"block {problem.block}" if problem.block is not None else "",
     ]

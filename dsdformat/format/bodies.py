@@ -6,7 +6,7 @@ Pure. Reports all problems it finds; the tree's values are checked by `decoding`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dsdformat.errors import Problem, shorten
@@ -20,6 +20,7 @@ __all__ = [
     "MESH_KEYS",
     "SIDE_KEYS",
     "find_body_problems",
+    "find_layout_fault",
     "is_label",
 ]
 
@@ -147,17 +148,33 @@ def _side(path: str, row: dict[str, Any]) -> Problems:
         yield _bad(f"{path}.digest", "not a digest of 32 bytes")
 
 
+def find_layout_fault(mesh: Any, placements: Sequence[str]) -> str | None:
+    """Say what keeps a mesh and its placements from being stored (R-14.1), or None."""
+    fault = _mesh_fault(list(mesh.axes), list(mesh.shape), list(mesh.ranks))
+    if fault:
+        return f"mesh: {fault}"
+    if len(placements) != len(mesh.axes):
+        return f"{len(placements)} placements for {len(mesh.axes)} axes"
+    bad = [text for text in placements if type(text) is not str or not _PLACEMENT.match(text)]
+    return f"{shorten(bad[0])} is not a placement" if bad else None
+
+
 def _mesh(path: str, row: dict[str, Any]) -> Problems:
-    axes, shape, ranks = row["axes"], row["shape"], row["ranks"]
+    fault = _mesh_fault(row["axes"], row["shape"], row["ranks"])
+    if fault:
+        yield _bad(path, fault)
+
+
+def _mesh_fault(axes: Any, shape: Any, ranks: Any) -> str | None:
     if not _is_list(axes, str) or not _is_list(shape, int) or not _is_list(ranks, int):
-        yield _bad(path, "axes are not strings, or shape or ranks not integers")
-        return
+        return "axes are not strings, or shape or ranks not integers"
     count = 1
     for size in shape:
         count *= size
     good = len(axes) == len(shape) and all(size >= 1 for size in shape) and count == len(ranks)
     if not good or len(set(ranks)) < len(ranks):
-        yield _bad(path, "axes, shape and ranks do not fit each other")
+        return "axes, shape and ranks do not fit each other"
+    return None
 
 
 def _layout(path: str, row: dict[str, Any]) -> Problems:

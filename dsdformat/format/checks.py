@@ -15,7 +15,7 @@ from dsdformat.errors import Problem
 from dsdformat.format.codecs import CODECS, PLANES, RAW, ZSTD
 from dsdformat.format.dtypes import DTYPES, Dtype
 from dsdformat.format.manifest import Body, ChunkRows, Columns
-from dsdformat.limits import CUT_DIMS_MAX, INT63_MAX, NDIM_MAX
+from dsdformat.limits import CUT_DIMS_MAX, INT63_MAX
 
 __all__ = ["ChunkPlace", "StoredChunk", "TensorRow", "check_columns", "check_tensor"]
 
@@ -182,7 +182,7 @@ def _find_simple(body: Body, columns: Columns, tensor: int) -> TensorRow | None:
     number, ndim, layout = columns.dtype[tensor], columns.ndim[tensor], columns.layout[tensor]
     if columns.chunk_count[tensor] != 1 or number >= len(body.dtypes):
         return None
-    if layout > len(body.layouts) or ndim > NDIM_MAX:
+    if layout > len(body.layouts):
         return None
     rows = columns.rows(tensor)
     shape, file, at = columns.shape(tensor), rows.file[0], rows.byte_offset[0]
@@ -201,15 +201,11 @@ def _find_simple(body: Body, columns: Columns, tensor: int) -> TensorRow | None:
 
 
 def _row_problems(body: Body, columns: Columns, tensor: int, name: str) -> Iterator[Problem]:
-    ndim = columns.ndim[tensor]
     if columns.dtype[tensor] >= len(body.dtypes):
         yield _bad("bad_reference", f"dtype {columns.dtype[tensor]} is not in the table", name)
         return
     if columns.layout[tensor] > len(body.layouts):
         yield _bad("bad_reference", f"layout {columns.layout[tensor]} is not in the table", name)
-    if ndim > NDIM_MAX:
-        yield _bad("limit_exceeded", f"{ndim} dims, at most {NDIM_MAX}", name)
-        return
     shape = columns.shape(tensor)
     itemsize = DTYPES[body.dtypes[columns.dtype[tensor]]].itemsize
     nbytes = math.prod(size for size in shape if size) * itemsize

@@ -26,6 +26,7 @@ from dsdformat.format.bodies import (
 )
 from dsdformat.format.digests import DIGEST_NBYTES
 from dsdformat.format.packing import emit
+from dsdformat.limits import NDIM_MAX
 
 __all__ = [
     "Body",
@@ -39,8 +40,10 @@ __all__ = [
     "parse_body",
 ]
 
+TENSOR_NBYTES = 16
 FRAME_NBYTES = 4 + DIGEST_NBYTES
 _WINDOW_CHUNKS = 2048
+_PIECE_ROWS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,43 +188,62 @@ class Columns:
     Memory: 40 bytes per tensor and 8 per dim.
     """
 
-    def __init__(self, nbytes: Mapping[str, int], read: ReadSection) -> None:
-        """Check the sections' lengths against each other (R-7.3).
+    def __init__(
+        self, nbytes: Mapping[str, int], read: ReadSection, tensors: int | None = None
+    ) -> None:
+        """Check the sections' lengths against each other (R-7.3), then decode those of tensors.
 
         Args:
             nbytes: Decoded length of each section.
             read: Gives the bytes `[start, stop)` of a section.
+            tensors: How many tensors the tree has, where that is known: a table of another
+                length is refused without being held (R-11.9).
         """
         self._read = read
-        count, rest = divmod(nbytes["tensors"], 16)
+        self.tensors, rest = divmod(nbytes["tensors"], TENSOR_NBYTES)
         if rest:
             _wrong_length("tensors", nbytes["tensors"], "a multiple of 16")
-        raw = read("tensors", 0, 16 * count)
-        step = 4 * count
-        self.dtype, self.ndim, self.chunk_count, self.layout = (
-            _u32(raw[at * step : (at + 1) * step]) for at in range(4)
-        )
-        self.tensors = count
-        try:
-            self._shape_at = _starts(self.ndim)
-            self._chunk_at = _starts(self.chunk_count)
-            self._box_at = _starts(map(operator.mul, self.ndim, self.chunk_count))
-        except OverflowError:
-            _wrong_length("boxes", nbytes["boxes"], "more than 2**64 from the counts")
-        self.chunks = self._chunk_at[-1]
         self.blocks = nbytes["digests"] // DIGEST_NBYTES
         self.frames = nbytes["frames"] // FRAME_NBYTES
+        self._check_lengths(nbytes)
+        if tensors is not None and tensors != self.tensors:
+            message = f"the tree refers to {tensors} tensors, the table has {self.tensors}"
+            raise Problem("bad_tensor_reference", message, path="$.tree").error()
+        self.dtype, self.ndim, self.chunk_count, self.layout = (
+            self._tensor_column(column, 0, self.tensors) for column in range(4)
+        )
+        if self.tensors and max(self.ndim) > NDIM_MAX:  # before their shapes are decoded
+            message = f"a tensor has {max(self.ndim)} dims, at most {NDIM_MAX} are allowed"
+            raise Problem("limit_exceeded", message, path="$.tensors").error()
+        self._shape_at = _starts(self.ndim)
+        self._chunk_at = _starts(self.chunk_count)
+        self._box_at = _starts(map(operator.mul, self.ndim, self.chunk_count))
+        self.chunks = self._chunk_at[-1]
+        self._shapes = _u64(read("shapes", 0, nbytes["shapes"]))
+        self._window = _Window(0, 0, 0, (array("Q"),) * 6)
+
+    def _check_lengths(self, nbytes: Mapping[str, int]) -> None:
+        """Add up dims, chunks and boxes, a piece of the table at a time (R-7.3)."""
+        dims = chunks = boxes = 0
+        for start in range(0, self.tensors, _PIECE_ROWS):
+            stop = min(start + _PIECE_ROWS, self.tensors)
+            ndim = self._tensor_column(1, start, stop)
+            count = self._tensor_column(2, start, stop)
+            dims, chunks = dims + sum(ndim), chunks + sum(count)
+            boxes += sum(map(operator.mul, ndim, count))
         for name, expected in (
-            ("shapes", 8 * self._shape_at[-1]),
-            ("chunks", 32 * self.chunks),
-            ("boxes", 16 * self._box_at[-1]),
+            ("shapes", 8 * dims),
+            ("chunks", 32 * chunks),
+            ("boxes", 16 * boxes),
             ("digests", DIGEST_NBYTES * self.blocks),
             ("frames", FRAME_NBYTES * self.frames),
         ):
             if nbytes[name] != expected:
                 _wrong_length(name, nbytes[name], f"{expected} from the counts")
-        self._shapes = _u64(read("shapes", 0, nbytes["shapes"]))
-        self._window = _Window(0, 0, 0, (array("Q"),) * 6)
+
+    def _tensor_column(self, column: int, start: int, stop: int) -> array[int]:
+        base = 4 * column * self.tensors
+        return _u32(self._read("tensors", base + 4 * start, base + 4 * stop))
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         """The global shape of a tensor."""

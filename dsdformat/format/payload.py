@@ -12,9 +12,8 @@ from typing import NamedTuple
 from dsdformat.boxes import Box
 from dsdformat.format.codecs import CODECS, RAW
 from dsdformat.format.dtypes import Dtype, payload_shape
-from dsdformat.format.packing import emit
 from dsdformat.format.paths import Path, emit_key, emit_key_suffix
-from dsdformat.format.values import encode_key
+from dsdformat.format.values import encoded_key
 from dsdformat.limits import HEADER_ALIGNMENT, SIZE_CLASSES
 
 __all__ = ["HeaderEntry", "chunk_key", "emit_header", "header_json", "header_nbytes", "size_class"]
@@ -42,7 +41,7 @@ def chunk_key(path: Path, shape: Sequence[int], box: Box, codec: int) -> str:
     """Return the payload key of a chunk of the tensor at this path below the file's prefix."""
     part = None if box.shape == tuple(shape) else box
     name = None if codec == RAW else CODECS[codec]
-    return emit_key(path, _encoded_key) + emit_key_suffix(part, name)
+    return emit_key(path, encoded_key) + emit_key_suffix(part, name)
 
 
 def header_json(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
@@ -85,7 +84,3 @@ def size_class(nbytes: int) -> int:
 
 
 _dumps = json.JSONEncoder(ensure_ascii=False).encode
-
-
-def _encoded_key(key: object) -> bytes:
-    return emit(encode_key(key))

@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from dsdformat.errors import UnsupportedValueError, shorten
 from dsdformat.format.dtypes import DTYPES
@@ -24,10 +24,21 @@ from dsdformat.format.packing import emit
 from dsdformat.format.paths import Path, render_path
 from dsdformat.limits import DEPTH_MAX, INT63_MAX, INT_MAX, INT_MIN
 
-__all__ = ["Leaf", "Named", "Scalar", "Size", "TensorRef", "encode", "encode_key", "find_key_fault"]
+__all__ = [
+    "Encoded",
+    "Leaf",
+    "Named",
+    "Scalar",
+    "Size",
+    "TensorRef",
+    "encode",
+    "encode_key",
+    "encoded_key",
+    "find_key_fault",
+]
 
-# Called for a value of no known type: gives the encoding of a tensor, or a value that is known,
-# or NotImplemented.
+# Called for a value of no known type: gives a `TensorRef`, or a value that is known, or what is
+# `Encoded` already, or NotImplemented.
 Leaf = Callable[[Any, Path], Any]
 
 KIND = re.compile(r"[a-z][a-z0-9_.]{0,63}\Z")
@@ -63,6 +74,12 @@ class Size(tuple[int, ...]):
 
     def __repr__(self) -> str:
         return f"Size({list(self)})"
+
+
+class Encoded(NamedTuple):
+    """What a leaf hook has encoded itself."""
+
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +121,11 @@ def encode_key(key: Any, path: Path = (), depth: int = 1) -> Any:
     return _Encoder(None, list(path), depth).encode(key)
 
 
+def encoded_key(key: Any) -> bytes:
+    """Return the canonical bytes of a key value."""
+    return emit(encode_key(key))
+
+
 def find_key_fault(key: Any) -> str | None:
     """Say what in a value forbids it as a key, or None if nothing does."""
     kind = type(key)
@@ -128,13 +150,21 @@ class _Encoder:
             if self.depth >= DEPTH_MAX and type(value) not in _FLAT:
                 self._too_deep()
             return method(self, value)
+        if self.depth >= DEPTH_MAX:
+            self._too_deep()
         if isinstance(value, pathlib.PurePath):
             return self._path(value)
-        if self.leaf is not None:
-            result = self.leaf(value, tuple(self.path))
-            if result is not NotImplemented:
-                return result if type(result) is list else self.encode(result)
-        self.refuse(value)
+        return self._leaf(value)
+
+    def _leaf(self, value: Any) -> Any:
+        result = NotImplemented if self.leaf is None else self.leaf(value, tuple(self.path))
+        if type(result) is TensorRef:
+            return self._reference(result)
+        if type(result) is Encoded:
+            return result.value
+        if type(result) not in _ENCODERS:
+            self.refuse(value)
+        return self.encode(result)
 
     def refuse(self, value: Any, why: str = "") -> NoReturn:
         kind = type(value)
@@ -274,11 +304,10 @@ class _Encoder:
         return ["path", kind, value.anchor, *parts]
 
     def _ref(self, value: TensorRef) -> Any:
-        if self.leaf is not None:  # who names tensors decides what a reference means
-            result = self.leaf(value, tuple(self.path))
-            if result is NotImplemented:
-                self.refuse(value, "a reference to a tensor of another checkpoint")
-            return result
+        # Who names tensors decides what a reference means.
+        return self._reference(value) if self.leaf is None else self._leaf(value)
+
+    def _reference(self, value: TensorRef) -> Any:
         if not value.attributes:
             return ["tensor", value.index]
         attributes = {

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from dsdformat.errors import Problem, StorageError
+from dsdformat.errors import ArgumentError, Problem, StorageError
 
 __all__ = ["LocalStorage", "replaced_path", "storage_errors"]
 
@@ -38,6 +38,7 @@ class LocalStorage:
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._lock = threading.Lock()
         self._folder: int | None = None
+        self._closed = False
         if not _is_folder(self._path):
             replaced = replaced_path(self._path)
             if os.path.lexists(self._path) or not _is_folder(replaced):
@@ -76,13 +77,12 @@ class LocalStorage:
     def map(self, label: str) -> memoryview | None:
         """Return a read-only map of a file."""
         with self._opened(label) as file, storage_errors(self._path / label):
-            if os.fstat(file.fd).st_size == 0:
-                return memoryview(b"")
-            return memoryview(mmap.mmap(file.fd, 0, access=mmap.ACCESS_READ))
+            return file.map()
 
     def close(self) -> None:
         """Close all files; reads that are under way finish first."""
         with self._lock:
+            self._closed = True
             files, self._files = list(self._files.values()), OrderedDict()
             folder, self._folder = self._folder, None
         for file in files:
@@ -93,6 +93,8 @@ class LocalStorage:
     @contextlib.contextmanager
     def _opened(self, label: str) -> Iterator[_File]:
         with self._lock:
+            if self._closed:
+                raise ArgumentError(f"{self._path} was closed", code="closed")
             file = self._files.get(label)
             if file is None:
                 file = self._files[label] = self._open(label)
@@ -141,6 +143,7 @@ class _File:
         self.fd = fd
         self.users = 1
         self._lock = threading.Lock()
+        self._map: memoryview | None = None
 
     def read(self, byte_offset: int, into: memoryview) -> int:
         if hasattr(os, "preadv"):
@@ -150,6 +153,15 @@ class _File:
             data = os.read(self.fd, len(into))
         into[: len(data)] = data
         return len(data)
+
+    def map(self) -> memoryview:
+        """Map the file once; all who ask share it, so that maps take one descriptor."""
+        with self._lock:
+            if self._map is None:
+                empty = os.fstat(self.fd).st_size == 0
+                whole = b"" if empty else mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
+                self._map = memoryview(whole)
+            return self._map
 
     def acquire(self) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -66,6 +67,8 @@ class MemoryTarget:
 
     def create(self, label: str) -> _MemorySink:
         """Begin a new file."""
+        if label in self._staged:
+            raise StorageError(f"{label} exists", errno=errno.EEXIST)
         self._staged[label] = bytearray()
         return _MemorySink(self._staged[label])
 

@@ -2,7 +2,8 @@
 
 Decides where a checkpoint is made before it exists, what a crash leaves, and how an old one is
 replaced (spec section 15). A folder `.NAME.dsd-partial-TOKEN` belongs to the process that holds
-a lock on it; one that nobody holds is a leftover, and the next writer to NAME removes it.
+a lock on it; one that nobody holds is a leftover, and the next writer to NAME removes it. Where
+there are no locks, a leftover is what has not changed for a day.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from dsdformat.errors import StorageError
+from dsdformat.errors import ArgumentError, StorageError
 from dsdformat.storage.base import Buffer
 from dsdformat.storage.local import replaced_path, storage_errors
 
@@ -25,6 +27,7 @@ __all__ = ["JoinedTarget", "LocalTarget"]
 MANIFEST_LABEL = "manifest.dsd"
 PIECES_MAX = 1024  # IOV_MAX of Linux
 _EXCHANGE, _AT_FDCWD = 2, -100
+_STALE_SECONDS = 24 * 3600
 
 
 class LocalTarget:
@@ -36,6 +39,8 @@ class LocalTarget:
         Raises:
             StorageError: `already_exists`, `not_replaceable` or `io_error`.
         """
+        if "\0" in os.fspath(path):
+            raise ArgumentError("a path cannot hold a NUL", code="bad_argument")
         self._path = Path(os.path.realpath(path))
         self._overwrite = overwrite
         self._published = False
@@ -188,10 +193,10 @@ def _make_staging(path: Path) -> tuple[Path, int | None]:
             staging.mkdir()
         except FileExistsError:
             continue
-        lock = _try_lock(staging)
-        # Between mkdir and the lock another writer may have taken it for a leftover.
-        if lock is not None or _fcntl() is None:
-            return staging, lock
+        try:
+            return staging, _lock(staging)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # another writer took it for a leftover, between mkdir and the lock
 
 
 def _clean(path: Path) -> None:
@@ -207,29 +212,43 @@ def _clean(path: Path) -> None:
     with os.scandir(path.parent) as entries:
         leftovers = [Path(entry.path) for entry in entries if entry.name.startswith(prefix)]
     for leftover in leftovers:
-        lock = _try_lock(leftover)
-        if lock is not None:
-            shutil.rmtree(leftover, ignore_errors=True)
-            os.close(lock)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError, NotADirectoryError):
+            lock = _lock(leftover)
+            if lock is not None or _is_stale(leftover):
+                shutil.rmtree(leftover, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
 
 
-def _try_lock(folder: Path) -> int | None:
-    """Lock a folder for this process; None if another one holds it, or it is gone."""
+def _lock(folder: Path) -> int | None:
+    """Lock a folder for this process; None where the system or the file system has no locks.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        FileNotFoundError: it is gone.
+    """
     fcntl = _fcntl()
     if fcntl is None:
         return None
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return None
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.stat(folder)):
-            return fd
+        if not os.path.samestat(os.fstat(fd), os.stat(folder)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    except (BlockingIOError, FileNotFoundError):
+        os.close(fd)
+        raise
     except OSError:
-        pass
-    os.close(fd)
-    return None
+        os.close(fd)
+        return None
+    return fd
+
+
+def _is_stale(folder: Path) -> bool:
+    """Whether nothing in a folder has changed for a day: all that tells where locks do not."""
+    with os.scandir(folder) as entries:
+        times = [folder.stat().st_mtime, *(entry.stat().st_mtime for entry in entries)]
+    return time.time() - max(times) > _STALE_SECONDS
 
 
 def _fcntl() -> ModuleType | None:
