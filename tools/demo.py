@@ -55,7 +55,7 @@ def show(folder: Path) -> None:
 
     with heading("dsd info, dsd ls"):
         run(DSD, "info", step)
-        run(DSD, "ls", step, "*layer.0.attention*")
+        run(DSD, "ls", step, "model/*layer.0.attention*")
 
     with heading("dsd show, a slice: only the blocks it touches are read and verified"):
         run(DSD, "show", step, "model/embeddings.word_embeddings.weight[2000:2003,:4]")

@@ -1,0 +1,63 @@
+"""Help texts, and the command without arguments."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dsdformat import FORMAT_VERSION, __version__
+from dsdformat.cli import info, ls, show, verify
+
+COMMANDS = {"info": info, "ls": ls, "show": show, "verify": verify}
+
+
+def test_the_command_alone_prints_help(dsd):
+    alone, asked = dsd(), dsd("--help")
+    assert (alone.code, alone.err) == (0, "")
+    assert alone.out == asked.out == dsd("-h").out
+    assert alone.out.startswith("Usage: dsd ")
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} ", alone.out, re.MULTILINE)
+
+
+def test_the_version_is_printed(dsd):
+    major, minor = FORMAT_VERSION
+    assert dsd("--version").out == f"dsdformat {__version__}, format {major}.{minor}\n"
+    assert dsd("--version").code == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_tells_of_json(dsd, command):
+    result = dsd(command, "--help")
+    assert (result.code, result.err) == (0, "")
+    assert f"  dsd {command} step-1000" in result.out
+    assert "--json prints an object with" in result.out
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_into_eighty_columns(dsd, command):
+    result = dsd(*filter(None, [command]), "--help")
+    assert max(map(len, result.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_list_of_commands_has_whole_sentences(dsd, command):
+    first = COMMANDS[command].HELP.partition("\n")[0]
+    assert re.search(rf"^  {command} +{re.escape(first)}$", dsd().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ["info", "ls"])
+def test_the_keys_of_the_json_document_are_documented(dsd, step10, command):
+    help_text = dsd(command, "--help").out
+    document = dsd(command, step10, "--json").json
+    rows = [row for value in document.values() if isinstance(value, list) for row in value]
+    keys = {*document, *(key for row in rows for key in row)}
+    assert {key for key in keys if not re.search(rf"\b{key}\b", help_text)} == set()
+
+
+def test_the_keys_of_a_report_are_documented(dsd, tmp_path):
+    help_text = dsd("verify", "--help").out
+    document = dsd("verify", tmp_path, "--json").json
+    keys = {*document, *document["problems"][0]}
+    assert {key for key in keys if not re.search(rf"\b{key}\b", help_text)} == set()

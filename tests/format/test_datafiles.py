@@ -1,0 +1,143 @@
+"""The plan of data files: which chunk goes where, and when another file begins."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from dsdformat.boxes import Box, whole
+from dsdformat.datafiles import ChunkJob, plan_files
+from dsdformat.format.codecs import PLANES, RAW
+from dsdformat.format.dtypes import DTYPES
+from dsdformat.format.payload import emit_header, header_json, size_class
+from dsdformat.limits import FILE_CHUNKS_MAX, HEADER_NBYTES_MAX
+
+HF = {"format": "pt"}
+
+
+def job(path: tuple[object, ...], nbytes: int = 8, tensor: int = 0, codec: int = RAW) -> ChunkJob:
+    return ChunkJob(
+        tensor,
+        path,
+        DTYPES["uint8"],
+        (nbytes,),
+        whole((nbytes,)),
+        codec,
+        b"",
+        "/".join(map(str, path)),
+    )
+
+
+def jobs_of(*sizes: int, stem: str = "t") -> list[ChunkJob]:
+    return [job((f"{stem}{index}",), nbytes, index) for index, nbytes in enumerate(sizes)]
+
+
+def test_each_top_level_key_with_tensors_below_has_a_file():
+    jobs = [job(("b", "x")), job(("a", "x")), job(("c",)), job(("b", "y"))]
+    plans = plan_files(jobs, HF, 4096)
+    assert [(plan.prefix, [one.path[-1] for one in plan.jobs]) for plan in plans] == [
+        ((), ["c"]),
+        (("a",), ["x"]),
+        (("b",), ["x", "y"]),
+    ]
+
+
+def test_a_state_without_tensors_has_no_files():
+    assert plan_files([], HF, 4096) == []
+
+
+# spec R-10.8
+@pytest.mark.parametrize("seed", range(10))
+def test_chunks_lie_in_falling_order_of_size_class_and_in_a_class_by_index(seed):
+    rng = random.Random(seed)
+    sizes = [rng.choice((0, 1, 2, 3, 8, 12, 64, 100, 256, 4096, 8192, 10_000)) for _ in range(40)]
+    (plan,) = plan_files(jobs_of(*sizes), HF, 4096)
+    order = [(-size_class(one.nbytes), one.tensor) for one in plan.jobs]
+    assert order == sorted(order)
+
+
+# spec R-10.8, B110
+@pytest.mark.parametrize("seed", range(10))
+def test_each_raw_chunk_is_aligned_to_its_size_class(seed):
+    rng = random.Random(seed)
+    sizes = [rng.choice((1, 2, 3, 8, 12, 64, 100, 256, 4096, 8192, 10_000)) for _ in range(40)]
+    (plan,) = plan_files(jobs_of(*sizes), HF, 4096)
+    starts = itertools.accumulate((one.nbytes for one in plan.jobs), initial=plan.header_nbytes)
+    for start, one in zip(starts, plan.jobs, strict=False):
+        assert start % size_class(one.nbytes) == 0
+
+
+# spec R-10.9
+
+
+def test_another_file_begins_before_one_has_too_many_chunks():
+    plans = plan_files(jobs_of(*[8] * 10), HF, 4096, chunks_max=4)
+    assert [len(plan.jobs) for plan in plans] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("header_max", [4096, 8192, 65_536])
+def test_another_file_begins_before_a_header_is_too_long(header_max):
+    jobs = [job((f"layers.{index}." + "x" * (index % 300),), 8, index) for index in range(200)]
+    plans = plan_files(jobs, HF, 4096, header_max=header_max)
+    assert len(plans) > 1
+    assert max(plan.header_nbytes for plan in plans) <= header_max
+
+
+def test_no_chunk_is_lost_where_files_roll_over():
+    jobs = jobs_of(*[8] * 100)
+    plans = plan_files(jobs, HF, 4096, chunks_max=7, header_max=4096)
+    assert sorted(one.tensor for plan in plans for one in plan.jobs) == list(range(100))
+
+
+def test_the_caps_are_those_of_the_spec():
+    assert (FILE_CHUNKS_MAX, HEADER_NBYTES_MAX) == (65_536, 64 * 2**20)
+
+
+LONG_KEYS = [
+    pytest.param(("a", "\x01" * 50), id="control-characters"),
+    pytest.param(("a", "%@" * 50), id="escapes"),
+    pytest.param(("a", "é" * 50), id="not-ascii"),
+    pytest.param(("a", b"\xff" * 50), id="bytes"),
+    pytest.param(("a", -(2**63)), id="numbers"),
+    pytest.param(("a", 2**500), id="long-numbers"),
+    pytest.param(("a", *[1.5] * 30), id="floats"),
+    pytest.param(("a", *[1j] * 30), id="complex"),
+    pytest.param(
+        ("a", *[frozenset()] * 30),
+        id="frozensets",
+    ),
+    pytest.param(("a", *[""] * 120), id="many-parts"),
+]
+
+
+@pytest.mark.parametrize("path", LONG_KEYS)
+def test_the_room_for_a_key_is_an_upper_bound(path):
+    jobs = [job(path, 8, index) for index in range(400)]
+    plans = plan_files(jobs, {}, 4096, header_max=8192)
+    assert len(plans) > 1
+    assert all(len(plan.jobs) == 1 or plan.header_nbytes <= 8192 for plan in plans)
+
+
+@pytest.mark.xfail(strict=True, reason="the room for a header does not count its metadata")
+def test_long_metadata_leaves_less_room_in_a_header():
+    jobs = [job((f"layers.{index}",), 8, index) for index in range(40)]
+    plans = plan_files(jobs, {"note": "x" * 7000}, 4096, header_max=8192)
+    assert max(plan.header_nbytes for plan in plans) <= 8192
+
+
+def test_a_header_has_room_for_compressed_chunks_that_get_longer():
+    """Planes that do not compress are longer than the data by their lengths."""
+    dtype = DTYPES["float64"]
+    one = ChunkJob(0, ("w",), dtype, (10_000,), whole((10_000,)), PLANES, b"", "w")
+    (plan,) = plan_files([one], HF, 4096)
+    assert one.stored_bound(4096) == 80_000 + 4 * 8 * 20
+    assert emit_header(header_json([], HF), plan.header_nbytes) is not None
+
+
+def test_parts_of_a_tensor_stay_in_the_order_of_their_offsets():
+    boxes = [Box((at,), (8,)) for at in range(0, 80, 8)]
+    jobs = [ChunkJob(0, ("w",), DTYPES["uint8"], (80,), box, RAW, b"", "w") for box in boxes]
+    (plan,) = plan_files(jobs, HF, 4096)
+    assert [one.box for one in plan.jobs] == boxes

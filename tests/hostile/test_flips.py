@@ -1,0 +1,276 @@
+"""Damage to a small checkpoint, a bit or a length: a verifier finds it and says where.
+
+Bits: all of the manifest, of headers up to their padding, of compressed chunks and of the side
+file; of raw data and of padding one bit of every byte, another one in each next byte, and all bits
+beside the edges of blocks and files. (All bits of everything would be 130,000 verifications, about
+a minute; they take the paths that are taken here.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from dsdformat import Checkpoint, DsdError
+from dsdformat.errors import Problem
+from dsdformat.storage.memory import MemoryStorage
+from dsdformat.verify import verify_storage
+
+Files = dict[str, bytes]
+LABELS = ["manifest.dsd", "model.safetensors", "optimizer.safetensors", "config.json"]
+DATA_LABELS = LABELS[1:3]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where a block lies, as the verifier must name it."""
+
+    where: str
+    start: int
+    end: int
+    entry: str
+    number: int
+    raw: bool
+
+    def is_named_by(self, problem: Problem) -> bool:
+        place = (problem.where, problem.entry, problem.chunk, problem.block)
+        code = "checksum_mismatch" if self.raw else "stored_checksum_mismatch"
+        return (problem.code, *place) == (code, self.where, self.entry, 0, self.number)
+
+
+@pytest.fixture(scope="module")
+def blocks(small_files: Files) -> list[Block]:
+    found = []
+    with Checkpoint(MemoryStorage(small_files), threads=1) as checkpoint:
+        for entry in checkpoint:
+            (chunk,) = entry.chunks
+            at = chunk.byte_offset
+            for number, stored in enumerate(stored_lengths(checkpoint, entry.index)):
+                raw = chunk.codec == "raw"
+                found.append(Block(chunk.file, at, at + stored, entry.name, number, raw))
+                at += stored
+    return found
+
+
+def stored_lengths(checkpoint: Checkpoint, tensor: int) -> list[int]:
+    (place,) = checkpoint.table.row(tensor).chunks
+    if place.frames:
+        return list(place.frames)
+    size = checkpoint.block_nbytes
+    return [min(size, place.nbytes - at) for at in range(0, place.nbytes, size)]
+
+
+def problems_of(files: Files) -> tuple[Problem, ...]:
+    return verify_storage(MemoryStorage(files), threads=1).problems
+
+
+def with_flips(data: bytes, flips: Iterator[tuple[int, int]]) -> Iterator[tuple[int, bytearray]]:
+    """The data with one bit flipped, for each (byte, bit); the same buffer each time."""
+    changed = bytearray(data)
+    for at, bit in flips:
+        changed[at] ^= 1 << bit
+        yield at, changed
+        changed[at] ^= 1 << bit
+
+
+def every_bit(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    return ((at, bit) for at in range(start, stop) for bit in range(8))
+
+
+def every_byte(start: int, stop: int, whole: int = 16) -> Iterator[tuple[int, int]]:
+    """All bits of the first and the last bytes, one bit of each byte in between."""
+    for at in range(start, stop):
+        bits = range(8) if min(at - start, stop - 1 - at) < whole else [at % 8]
+        yield from ((at, bit) for bit in bits)
+
+
+def header_of(data: bytes) -> tuple[int, int]:
+    """Where the header's text ends, and where its padding ends."""
+    return data.rindex(b"}", 0, 4096) + 1, 8 + int.from_bytes(data[:8], "little")
+
+
+# What the checkpoint is
+
+
+def test_the_small_checkpoint_is_whole(small_files):
+    assert sorted(small_files) == sorted(LABELS)
+    assert problems_of(small_files) == ()
+
+
+def test_the_small_checkpoint_has_blocks_of_each_kind(blocks):
+    found = [(block.entry, block.number, block.raw) for block in blocks]
+    assert found == [
+        ("model/raw", 0, True),
+        ("model/raw", 1, True),
+        ("model/text", 0, False),
+        ("model/text", 1, False),
+        ("optimizer/moment", 0, False),
+        ("optimizer/moment", 1, False),
+    ]
+
+
+# Every bit
+
+
+def test_every_bit_of_the_manifest_is_pinned(small_files):
+    data = small_files["manifest.dsd"]
+    missed = [
+        at
+        for at, changed in with_flips(data, every_bit(0, len(data)))
+        if {p.where for p in problems_of({**small_files, "manifest.dsd": changed})}
+        != {"manifest.dsd"}
+    ]
+    assert missed == []
+
+
+@pytest.mark.parametrize("label", DATA_LABELS)
+def test_every_bit_of_a_header_is_pinned(small_files, label):
+    text_end, _ = header_of(small_files[label])
+    flips = with_flips(small_files[label], every_bit(0, text_end))
+    assert [at for at, changed in flips if not is_header_problem(small_files, label, changed)] == []
+
+
+@pytest.mark.parametrize("label", DATA_LABELS)
+def test_every_byte_of_padding_is_pinned(small_files, label):
+    flips = with_flips(small_files[label], every_byte(*header_of(small_files[label])))
+    assert [at for at, changed in flips if not is_header_problem(small_files, label, changed)] == []
+
+
+def is_header_problem(files: Files, label: str, changed: bytearray) -> bool:
+    found = problems_of({**files, label: changed})
+    return [(p.code, p.where) for p in found] == [("header_mismatch", label)]
+
+
+@pytest.mark.parametrize("label", DATA_LABELS)
+def test_every_byte_of_the_data_is_pinned_and_its_block_named(small_files, blocks, label):
+    mine = [block for block in blocks if block.where == label]
+    assert max(block.end for block in mine) == len(small_files[label])
+    missed = []
+    for block in mine:
+        bits = every_byte if block.raw else every_bit
+        for at, changed in with_flips(small_files[label], bits(block.start, block.end)):
+            found = problems_of({**small_files, label: changed})
+            if len(found) != 1 or not block.is_named_by(found[0]):
+                missed.append(at)
+    assert missed == []
+
+
+def test_every_bit_of_a_side_file_is_pinned(small_files):
+    data = small_files["config.json"]
+    missed = [
+        at
+        for at, changed in with_flips(data, every_bit(0, len(data)))
+        if [(p.code, p.where) for p in problems_of({**small_files, "config.json": changed})]
+        != [("side_checksum_mismatch", "config.json")]
+    ]
+    assert missed == []
+
+
+def test_damage_in_two_blocks_is_two_problems(small_files, blocks):
+    changed = bytearray(small_files["model.safetensors"])
+    mine = [block for block in blocks if block.where == "model.safetensors"]
+    for block in (mine[0], mine[-1]):
+        changed[block.start] ^= 1
+    found = problems_of({**small_files, "model.safetensors": changed})
+    assert [block for block in mine if any(block.is_named_by(p) for p in found)] == [
+        mine[0],
+        mine[-1],
+    ]
+
+
+def test_a_zeroed_block_is_found(small_files, blocks):
+    """B106: a hole in the file, as a crash of the system may leave."""
+    block = blocks[0]
+    data = small_files[block.where]
+    changed = data[: block.start] + bytes(block.end - block.start) + data[block.end :]
+    (problem,) = problems_of({**small_files, block.where: changed})
+    assert block.is_named_by(problem)
+
+
+# Every length
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_a_file_that_is_cut_anywhere_is_found(small_files, label):
+    data = small_files[label]
+    missed = []
+    for length in range(len(data)):
+        found = problems_of({**small_files, label: data[:length]})
+        codes = {problem.code for problem in found}
+        if label != "manifest.dsd":
+            expected = {"file_size_mismatch"}
+        else:
+            expected = {"bad_magic"} if length < 8 else {"truncated"}
+        if codes != expected or {problem.where for problem in found} != {label}:
+            missed.append(length)
+    assert missed == []
+
+
+@pytest.mark.parametrize("byte", range(0, 256, 15))
+@pytest.mark.parametrize("label", LABELS)
+def test_a_byte_more_at_the_end_of_a_file_is_found(small_files, label, byte):
+    found = problems_of({**small_files, label: small_files[label] + bytes([byte])})
+    code = "trailing_bytes" if label == "manifest.dsd" else "file_size_mismatch"
+    assert [(p.code, p.where) for p in found] == [(code, label)]
+
+
+@pytest.mark.parametrize("junk", [b"\0", b"\x80\x04.", b"#!/bin/sh\n", b"PK\x03\x04"], ids=repr)
+@pytest.mark.parametrize("label", LABELS)
+def test_junk_in_front_of_a_file_is_found(small_files, label, junk):
+    """B132: a file is only what the format explains."""
+    found = problems_of({**small_files, label: junk + small_files[label]})
+    assert {p.code for p in found} == {
+        "bad_magic" if label == "manifest.dsd" else "file_size_mismatch"
+    }
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_a_file_that_is_gone_is_found(small_files, label):
+    rest = {name: data for name, data in small_files.items() if name != label}
+    code = "no_manifest" if label == "manifest.dsd" else "missing_file"
+    assert [(p.code, p.where) for p in problems_of(rest)] == [(code, label)]
+
+
+def test_a_file_that_is_not_listed_does_no_harm_and_is_named(small_files):
+    report = verify_storage(MemoryStorage({**small_files, "notes.txt": b""}), threads=1)
+    assert (report.ok, report.unlisted) == (True, ("notes.txt",))
+
+
+# Reading
+
+
+def read_everything(files: Files) -> dict[str, bytes | str]:
+    """The bytes of each tensor, or the code of the error; never another exception."""
+    found: dict[str, bytes | str] = {}
+    try:
+        with Checkpoint(MemoryStorage(files), threads=1) as checkpoint:
+            for entry in checkpoint:
+                try:
+                    found[entry.name] = bytes(entry.read())
+                except DsdError as error:
+                    found[entry.name] = error.code
+    except DsdError as error:
+        found["open"] = error.code
+    return found
+
+
+READ_FLIPS: list[tuple[str, Callable[[int, int], Iterator[tuple[int, int]]]]] = [
+    ("manifest.dsd", every_bit),
+    ("model.safetensors", every_byte),
+    ("optimizer.safetensors", every_byte),
+]
+
+
+@pytest.mark.parametrize(("label", "bits"), READ_FLIPS, ids=[label for label, _ in READ_FLIPS])
+def test_a_flipped_bit_never_gives_wrong_bytes(small_files, small_tensors, label, bits):
+    """What is read is right, or an error; a header is of no concern to a reader."""
+    data = small_files[label]
+    start = 0 if label == "manifest.dsd" else header_of(data)[1]
+    wrong = []
+    for at, changed in with_flips(data, bits(start, len(data))):
+        for name, got in read_everything({**small_files, label: changed}).items():
+            if isinstance(got, bytes) and got != small_tensors[name]:
+                wrong.append((at, name))
+    assert wrong == []

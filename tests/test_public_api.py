@@ -1,0 +1,175 @@
+"""The front door: which names it has, what importing it costs, and what it must not load."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dsdformat
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "dsdformat"
+
+NAMES = [
+    "FORMAT_VERSION",
+    "ArgumentError",
+    "Box",
+    "Checkpoint",
+    "ChecksumError",
+    "ConvertError",
+    "DependencyError",
+    "DistributedError",
+    "DsdDeprecationWarning",
+    "DsdError",
+    "DsdUnstableWarning",
+    "EntryNotFoundError",
+    "FormatError",
+    "IncompleteError",
+    "LayoutError",
+    "LimitError",
+    "ManifestError",
+    "Mesh",
+    "MismatchError",
+    "Named",
+    "NotACheckpointError",
+    "PartWriter",
+    "Problem",
+    "RankDisagreementError",
+    "Report",
+    "Scalar",
+    "Size",
+    "StorageError",
+    "TensorEntry",
+    "TensorSource",
+    "UnsupportedValueError",
+    "VersionError",
+    "Writer",
+    "__version__",
+    "create",
+    "open",
+    "verify",
+]
+# What the core may not load: array libraries, what is optional, and what executes code.
+HEAVY = ["torch", "numpy", "ml_dtypes", "zstandard", "typer", "rich", "pickle", "safetensors"]
+
+
+def test_the_public_names_are_these():
+    assert dsdformat.__all__ == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_is_there_and_documented(name):
+    value = getattr(dsdformat, name)
+    assert not callable(value) or (value.__doc__ or "").strip()
+
+
+def test_the_version_is_that_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert dsdformat.__version__ == project["version"]
+
+
+def test_the_format_version_is_that_of_the_spec():
+    first = (ROOT / "spec" / "dsd-1.md").read_text("utf-8").splitlines()[0]
+    assert first.endswith(f"format version {'.'.join(map(str, dsdformat.FORMAT_VERSION))}")
+
+
+# Importing
+
+IMPORT = """
+import sys, time
+before = time.process_time()
+import dsdformat
+seconds = time.process_time() - before
+print(seconds, *[name for name in sys.argv[1:] if name in sys.modules])
+"""
+
+
+def test_importing_the_package_loads_nothing_heavy(run_python):
+    done = run_python(IMPORT, *HEAVY)
+    assert done.stdout.split()[1:] == []
+
+
+def test_importing_the_package_is_quick(run_python):
+    """About 100 ms; the bound is for a busy machine, and the best of five counts."""
+    seconds = [float(run_python(IMPORT).stdout.split()[0]) for _ in range(5)]
+    assert min(seconds) < 0.3
+
+
+USE = """
+import sys, tempfile
+import dsdformat
+path = sys.argv[1]
+with dsdformat.create(path) as writer:
+    writer.add({"w": dsdformat.TensorSource.of("bfloat16", (2,), b"abcd")})
+with dsdformat.open(path) as checkpoint:
+    assert bytes(checkpoint.read("w")) == b"abcd"
+assert dsdformat.verify(path).ok
+print(*[name for name in sys.argv[2:] if name in sys.modules])
+"""
+
+
+def test_saving_reading_and_verifying_load_nothing_heavy(run_python, tmp_path):
+    """B072: bfloat16 and the like are read in a process without any array library."""
+    done = run_python(USE, tmp_path / "c", *HEAVY)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+
+
+# The modules
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages([str(PACKAGE)], "dsdformat.")
+    return [module.name for module in found]
+
+
+CORE = [
+    name
+    for name in modules()
+    if name.split(".")[1] not in ("cli", "convert", "numpy", "torch", "testing")
+]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_all_names_of_a_module_are_there(name):
+    module = importlib.import_module(name)
+    missing = [one for one in getattr(module, "__all__", []) if not hasattr(module, one)]
+    assert missing == []
+
+
+def words_of(path: Path) -> set[str]:
+    """Names, attributes and imported modules of a source file; not its texts."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.alias):
+            found.update(node.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            found.update((node.module or "").split("."))
+    return found
+
+
+SOURCES = [
+    pytest.param(path, id=str(path.relative_to(PACKAGE)))
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if "convert" not in path.relative_to(PACKAGE).parts
+]
+
+
+# B124
+@pytest.mark.parametrize("path", SOURCES)
+def test_no_module_outside_of_convert_has_to_do_with_pickle(path):
+    banned = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
+    assert words_of(path) & banned == set()
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_no_module_outside_of_convert_runs_code_from_text(path):
+    assert words_of(path) & {"eval", "exec", "__import__"} == set()
