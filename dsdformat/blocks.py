@@ -194,13 +194,15 @@ class BlockReader:
             ).error()
         self._checked.add(index)
 
-    def find_block_problems(self, tensor: int, row: TensorRow, chunk: ChunkPlace) -> list[Problem]:
-        """Read and check every block of a chunk, for a verifier.
+    def find_block_problems(
+        self, tensor: int, row: TensorRow, chunk: ChunkPlace, numbers: range
+    ) -> list[Problem]:
+        """Read and check some blocks of a chunk, for a verifier.
 
         Memory: one block, and its decoded form where it is compressed.
         """
         problems: list[Problem] = []
-        for number in range(-(-chunk.nbytes // self._body.block_nbytes)):
+        for number in numbers:
             block = self._block(tensor, row, chunk, number)
             try:
                 if chunk.codec == RAW:
@@ -216,7 +218,7 @@ class BlockReader:
         nbytes = min(self._body.block_nbytes, chunk.nbytes - start)
         at, stored = chunk.byte_offset + start, nbytes
         if chunk.codec != RAW:
-            at = chunk.byte_offset + sum(chunk.frames[:number])
+            at = chunk.byte_offset + chunk.frame_at[number]
             stored = chunk.frames[number]
         return _Block(tensor, row, chunk, number, start, nbytes, at, stored)
 

@@ -122,7 +122,8 @@ def plan_files(
         ordered = sorted(groups[prefix], key=_rank_in_file)
         for job in ordered:
             job.key = chunk_key(job.path[len(prefix) :], job.shape, job.box, job.codec)
-        for piece in _fill_files(ordered, chunks_max, header_max):
+        room = header_max - 8 - len(header_json((), metadata))
+        for piece in _fill_files(ordered, chunks_max, room):
             plan = FilePlan(prefix, piece, metadata)
             text = header_json(_entries(plan, block_nbytes), metadata)
             plan.header_nbytes = header_nbytes(len(text))
@@ -156,15 +157,17 @@ def _rank_in_file(job: ChunkJob) -> int:
     return -size_class(job.nbytes) if job.codec == RAW else 0
 
 
-def _fill_files(jobs: list[ChunkJob], chunks_max: int, header_max: int) -> Iterator[list[ChunkJob]]:
+def _fill_files(
+    jobs: list[ChunkJob], chunks_max: int, header_room: int
+) -> Iterator[list[ChunkJob]]:
     piece: list[ChunkJob] = []
-    room = header_max
+    room = header_room
     for job in jobs:
         # The key in its longest escape, numbers and punctuation: an upper bound.
         cost = 6 * len(job.key.encode()) + 64 + 24 * (len(job.shape) + 3)
         if piece and (len(piece) >= chunks_max or cost > room):
             yield piece
-            piece, room = [], header_max
+            piece, room = [], header_room
         piece.append(job)
         room -= cost
     if piece:

@@ -44,6 +44,9 @@ class TensorEntry:
         self._table = table
         self.index = index
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorEntry:
+        return self
+
     def __repr__(self) -> str:
         return f"TensorEntry({self.name!r}, {self.dtype}, {list(self.shape)})"
 
@@ -80,9 +83,11 @@ class TensorEntry:
     @property
     def placements(self) -> tuple[Mesh, tuple[str, ...]] | None:
         """Provenance: the mesh and the placement per axis, or None if it was not sharded."""
-        number = self._table.row(self.index).layout
+        number = self._table.columns.layout[self.index]
         if number == 0:
             return None
+        if number > len(self._table.body.layouts):
+            self._table.row(self.index)  # raises `bad_reference`
         layout = self._table.body.layouts[number - 1]
         return self._table.body.meshes[layout.mesh], layout.placements
 

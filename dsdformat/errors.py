@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 __all__ = [
     "CODES",
@@ -54,6 +55,9 @@ class DsdError(Exception):
         self.message = message
         self.code = code
         self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
 
     def __str__(self) -> str:
         return f"{self.message}\n\nhint: {self.hint}" if self.hint else self.message
@@ -120,9 +124,6 @@ class FormatError(DsdError, ValueError):
         self.block = first.block
         self.expected = first.expected
         self.actual = first.actual
-
-    def __reduce__(self) -> tuple[type[FormatError], tuple[tuple[Problem, ...]]]:
-        return type(self), (self.problems,)
 
 
 class NotACheckpointError(FormatError):
@@ -281,15 +282,14 @@ CODES: dict[str, type[DsdError]] = {
     "chunk_out_of_bounds": LayoutError, "chunk_order": LayoutError,
     "chunk_overlap": LayoutError, "chunk_hole": LayoutError, "empty_chunk": LayoutError,
     "bad_block_index": LayoutError, "byte_range_mismatch": LayoutError,
-    "entry_not_found": EntryNotFoundError, "ambiguous_name": EntryNotFoundError,
-    "not_a_tensor": EntryNotFoundError,
+    "entry_not_found": EntryNotFoundError, "not_a_tensor": EntryNotFoundError,
     "box_out_of_bounds": ArgumentError, "bad_argument": ArgumentError,
     "closed": ArgumentError, "cannot_map": ArgumentError,
     "unsupported_value": UnsupportedValueError, "value_too_deep": UnsupportedValueError,
     "unsupported_dtype": UnsupportedValueError,
     "state_conflict": MismatchError, "chunks_incomplete": MismatchError,
     "data_mismatch": MismatchError,
-    "already_exists": StorageError, "not_replaceable": StorageError, "busy": StorageError,
+    "already_exists": StorageError, "not_replaceable": StorageError,
     "io_error": StorageError,
     "missing_dependency": DependencyError,
 }
@@ -309,6 +309,14 @@ def shorten(value: object) -> str:
     except Exception:  # an object's own code, or an int that Python does not print
         text = f"<{type(value).__name__}>"
     return text if len(text) <= REPR_MAX else text[: REPR_MAX - 1] + "…"
+
+
+def _rebuild(kind: type[DsdError], args: tuple[Any, ...], fields: dict[str, Any]) -> DsdError:
+    """Make a copy of an error: its own `__init__` takes other arguments than it keeps."""
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
 
 
 def _format_error(problems: Sequence[Problem]) -> FormatError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from dsdformat.errors import ArgumentError, FormatError
+from dsdformat.errors import ArgumentError, FormatError, shorten
 from dsdformat.format.digests import parse_digest
 from dsdformat.format.values import Leaf
 from dsdformat.limits import BLOCK_NBYTES_DEFAULT
@@ -143,9 +143,9 @@ def verify(
 def _parse_digest(text: str | None) -> bytes | None:
     if text is None:
         return None
-    raw = parse_digest(text)
+    raw = parse_digest(text) if isinstance(text, str) else None
     if raw is None:
         raise ArgumentError(
-            f"a root digest is 64 hexadecimal digits, got {text[:80]!r}", code="bad_argument"
+            f"a root digest is 64 hexadecimal digits, got {shorten(text)}", code="bad_argument"
         )
     return raw

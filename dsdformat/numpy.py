@@ -176,16 +176,20 @@ def _source(array: Any, place: Sequence[Any]) -> TensorSource:
 
 def _slabs(array: Any) -> Callable[[], Iterator[Any]]:
     """Pack an array a few megabytes at a time."""
+    return lambda: map(_bytes_of, _pack(array))
 
-    def slabs() -> Iterator[Any]:
-        if array.ndim == 0 or array.size == 0:
-            yield _bytes_of(_packed(array))
-            return
-        rows = max(1, _SLAB_NBYTES * len(array) // array.nbytes) if array.nbytes else len(array)
-        for start in range(0, len(array), rows):
-            yield _bytes_of(_packed(array[start : start + rows]))
 
-    return slabs
+def _pack(array: Any) -> Iterator[Any]:
+    if array.nbytes <= _SLAB_NBYTES or array.ndim == 0:
+        yield _packed(array)
+        return
+    rows = _SLAB_NBYTES * len(array) // array.nbytes
+    if rows == 0:  # even one is too large
+        for row in array:
+            yield from _pack(row)
+        return
+    for start in range(0, len(array), rows):
+        yield _packed(array[start : start + rows])
 
 
 def _packed(array: Any) -> Any:
@@ -204,7 +208,10 @@ def _scalar(value: Any, place: Sequence[Any]) -> Scalar:
 
 
 def _name(dtype: Any, place: Sequence[Any]) -> str:
-    name = _NAMES.get(dtype if dtype.names else dtype.newbyteorder("="))
+    try:
+        name = _NAMES.get(dtype if dtype.names else dtype.newbyteorder("="))
+    except TypeError:  # a dtype of the new style, such as StringDType
+        name = None
     if name is None:
         raise _unsupported_dtype(dtype, place)
     return name

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
+import itertools
+import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -22,6 +26,8 @@ from dsdformat.storage.base import Storage
 from dsdformat.tensors import TensorTable
 
 __all__ = ["Checkpoint"]
+
+_NUMBER = re.compile(r"@-?[0-9]{1,20}\Z")
 
 
 class Checkpoint:
@@ -101,6 +107,11 @@ class Checkpoint:
         return [self.table.name(index) for index in range(len(self))]
 
     @property
+    def chunk_count(self) -> int:
+        """Number of chunks of all tensors."""
+        return self.table.columns.chunks
+
+    @property
     def world_size(self) -> int:
         """Number of ranks that wrote."""
         return self.table.body.world_size
@@ -145,18 +156,11 @@ class Checkpoint:
         """Return one tensor by its display name or its path; any of its names if it is tied.
 
         Raises:
-            EntryNotFoundError: `entry_not_found`, `not_a_tensor` or `ambiguous_name`.
+            EntryNotFoundError: `entry_not_found` or `not_a_tensor`.
         """
         if isinstance(name, str):
             if name in self._index_of:
-                index = self._index_of[name]
-                if index >= 0:
-                    return TensorEntry(self.table, index)
-                raise EntryNotFoundError(
-                    f"{shorten(name)} fits several paths; give the path as a tuple",
-                    code="ambiguous_name",
-                    name=name,
-                )
+                return TensorEntry(self.table, self._index_of[name])
             value = self._find(name, self._steps(name))
         else:
             value = self._find(name, tuple(name))
@@ -174,7 +178,8 @@ class Checkpoint:
         Raises:
             EntryNotFoundError: `entry_not_found`.
         """
-        return self._find(name, self._steps(name) if isinstance(name, str) else tuple(name))
+        path = self._steps(name) if isinstance(name, str) else tuple(name)
+        return copy.deepcopy(self._find(name, path))
 
     def read(
         self,
@@ -243,7 +248,7 @@ class Checkpoint:
         for index in range(len(self)):
             for one in self.table.paths(index):
                 name = emit_name(one, encoded_key)
-                table[name] = index if table.setdefault(name, index) == index else -1
+                table[name] = index
         return table
 
     def _steps(self, name: str) -> tuple[Any, ...]:
@@ -251,20 +256,19 @@ class Checkpoint:
         steps: list[Any] = []
         node = self._root
         for part in name.split("/"):
-            children = {_part_name(step): step for step, _ in _children(node)}
-            if part not in children:
+            step = _find_step(node, part)
+            if step is _ABSENT:
                 self._not_found(name)
-            steps.append(children[part])
-            node = dict(_children(node))[children[part]]
+            steps.append(step)
+            node = node[step]
         return tuple(steps)
 
     def _find(self, name: object, path: tuple[Any, ...]) -> Any:
         node = self._root
         for step in path:
-            children = dict(_children(node))
-            if step not in children:
+            if not _has_child(node, step):
                 self._not_found(name)
-            node = children[step]
+            node = node[step]
         return node
 
     @functools.cached_property
@@ -273,18 +277,33 @@ class Checkpoint:
 
     def _not_found(self, name: object) -> NoReturn:
         text = name if isinstance(name, str) else "/".join(map(str, name))  # type: ignore[call-overload]
-        close = difflib.get_close_matches(text, list(self._index_of)[:20_000], n=3)
+        close = difflib.get_close_matches(text, list(itertools.islice(self._index_of, 3000)), n=3)
         raise EntryNotFoundError(
             f"no entry {shorten(name)} in {self.table.storage.name}", name=text, close_matches=close
         )
 
 
-def _children(node: Any) -> Iterator[tuple[Any, Any]]:
+_ABSENT = object()
+
+
+def _has_child(node: Any, step: Any) -> bool:
     if isinstance(node, Mapping):
-        return iter(node.items())
-    if isinstance(node, (list, tuple)) or type(node).__name__ == "deque":
-        return enumerate(node)
-    return iter(())
+        try:
+            return step in node
+        except TypeError:  # not hashable
+            return False
+    return isinstance(node, (list, tuple, deque)) and type(step) is int and 0 <= step < len(node)
+
+
+def _find_step(node: Any, part: str) -> Any:
+    """Return the key or index of a node that is displayed as this part, or `_ABSENT`."""
+    plain = part.replace("%2F", "/").replace("%40", "@").replace("%25", "%")
+    number = int(part[1:]) if _NUMBER.match(part) else None
+    for step in (plain, number):
+        if step is not None and _has_child(node, step) and _part_name(step) == part:
+            return step
+    keys = node if isinstance(node, Mapping) and part.startswith("@x") else ()
+    return next((key for key in keys if _part_name(key) == part), _ABSENT)
 
 
 def _part_name(step: Any) -> str:

@@ -16,14 +16,14 @@ from dsdformat.storage.base import Storage
 __all__ = ["MANIFEST_LABEL", "ManifestFile"]
 
 MANIFEST_LABEL = "manifest.dsd"
-CACHED_PAGES = 64
+CACHED_PAGES = 8
 _READ_AHEAD = 16  # pages per read, where a wider range is asked for
 
 
 class ManifestFile:
     """A manifest whose head was checked; decodes ranges of its sections.
 
-    Memory: the head, and up to 64 decoded pages (4 MiB).
+    Memory: the head, and up to 8 decoded pages (512 KiB).
     """
 
     def __init__(self, storage: Storage, *, expected_root: bytes | None = None) -> None:

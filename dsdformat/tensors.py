@@ -5,6 +5,7 @@ What `reader` and `verify` share. Knows nothing of the user's containers: a tens
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from dsdformat.blocks import BlockReader, Request, Workers
 from dsdformat.boxes import Box, flat_boxes, whole
 from dsdformat.errors import ArgumentError, Problem, raise_problems, shorten
 from dsdformat.format.bodies import find_body_problems
-from dsdformat.format.checks import TensorRow, check_tensor
+from dsdformat.format.checks import TensorRow, check_tensor, find_prefix_problem
 from dsdformat.format.codecs import RAW
 from dsdformat.format.decoding import Tree, decode_tree
 from dsdformat.format.digests import DIGEST_NBYTES, digest, tensor_content_digest
@@ -103,7 +104,7 @@ class TensorTable:
         if row is not None:
             return row
         row, problems = check_tensor(self.body, self.columns, index, self.name)
-        raise_problems(problems)
+        raise_problems(problems or self._prefix_problems(index, row))
         assert row is not None
         with self._lock:
             if len(self._rows) >= _CACHED_ROWS:
@@ -171,6 +172,12 @@ class TensorTable:
             raise_problems(find_body_problems(raw))
         assert isinstance(raw, dict)
         return raw
+
+    def _prefix_problems(self, index: int, row: TensorRow | None) -> list[Problem]:
+        path, name = self.path(index), functools.partial(self.name, index)
+        chunks = row.chunks if row is not None else ()
+        found = (find_prefix_problem(self.body, path, c.file, c.number, name) for c in chunks)
+        return [problem for problem in found if problem is not None]
 
     def _reference_problems(self) -> Iterator[Problem]:
         """What the tree and the table of dtypes refer to (R-9.2, R-11.9)."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsdformat.blocks import SMALL_NBYTES, BlockReader, Task, Workers
 from dsdformat.errors import FormatError, Problem, raise_problems
@@ -22,6 +23,7 @@ from dsdformat.storage.base import Storage
 __all__ = ["Report", "verify_storage"]
 
 Progress = Callable[[int, int], None]
+_PIECE_BLOCKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class _Verifier:
         self.progress = progress
         self.total = sum(file.nbytes for file in self.body.files)
         self.done = 0
+        self.lock = threading.Lock()
 
     def run(self) -> list[Problem]:
         """Stages 4 to 6; each only if the one before found nothing."""
@@ -192,24 +195,27 @@ class _Verifier:
     def _block_problems(self, chunks: list[StoredChunk]) -> list[Problem]:
         found: dict[int, list[Problem]] = {}
 
-        def task(number: int, group: list[StoredChunk]) -> Task:
+        def task(number: int, piece: _Piece) -> Task:
             def check() -> None:
-                found[number] = self._group_problems(group)
-                self._advance(sum(entry.stored_nbytes for entry in group))
+                found[number] = self._piece_problems(piece)
+                self._advance(piece.nbytes)
 
             return check
 
-        self.workers.run(task(*one) for one in enumerate(_groups(chunks)))
+        self.workers.run(task(*one) for one in enumerate(_pieces(chunks)))
         return [problem for number in sorted(found) for problem in found[number]]
 
-    def _group_problems(self, group: list[StoredChunk]) -> list[Problem]:
-        """Check one chunk, or many small ones with one read."""
-        suspects = group if len(group) == 1 else self._mismatches(group)
+    def _piece_problems(self, piece: _Piece) -> list[Problem]:
+        """Check some blocks of one chunk, or many small chunks with one read."""
+        entries = piece.entries
+        if len(entries) > 1:
+            entries = self._mismatches(entries)
         problems: list[Problem] = []
-        for entry in suspects:
+        for entry in entries:
             row = self.table.row(entry.tensor)
             place = row.chunks[entry.chunk]
-            problems += self.blocks.find_block_problems(entry.tensor, row, place)
+            blocks = piece.blocks or range(entry.blocks)
+            problems += self.blocks.find_block_problems(entry.tensor, row, place, blocks)
         return problems
 
     def _mismatches(self, group: list[StoredChunk]) -> list[StoredChunk]:
@@ -227,25 +233,39 @@ class _Verifier:
         ]
 
     def _advance(self, nbytes: int) -> None:
-        self.done += nbytes
-        if self.progress is not None:
-            self.progress(self.done, self.total)
+        with self.lock:
+            self.done += nbytes
+            if self.progress is not None:
+                self.progress(self.done, self.total)
 
 
-def _groups(chunks: list[StoredChunk]) -> Iterator[list[StoredChunk]]:
-    """Cut chunks in storage order into runs of small raw ones, and single ones."""
+class _Piece(NamedTuple):
+    """What one task verifies: small raw chunks side by side, or some blocks of one chunk."""
+
+    entries: list[StoredChunk]
+    blocks: range | None
+    nbytes: int
+
+
+def _pieces(chunks: list[StoredChunk]) -> Iterator[_Piece]:
+    """Cut chunks in storage order into pieces of like size."""
     group: list[StoredChunk] = []
     for entry in chunks:
         small = entry.codec == RAW and entry.blocks == 1 and entry.stored_nbytes <= SMALL_NBYTES
         if group and (not small or entry.byte_offset - group[0].byte_offset >= MIB):
-            yield group
+            yield _Piece(group, None, sum(one.stored_nbytes for one in group))
             group = []
         if small:
             group.append(entry)
-        elif entry.blocks:
-            yield [entry]
+            continue
+        done = 0
+        for first in range(0, entry.blocks, _PIECE_BLOCKS):
+            blocks = range(first, min(first + _PIECE_BLOCKS, entry.blocks))
+            end = entry.stored_nbytes * blocks.stop // entry.blocks
+            yield _Piece([entry], blocks, end - done)
+            done = end
     if group:
-        yield group
+        yield _Piece(group, None, sum(one.stored_nbytes for one in group))
 
 
 def _first_difference(a: bytes, b: bytes) -> int:

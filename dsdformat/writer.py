@@ -397,10 +397,10 @@ def _index_json(plans: Sequence[FilePlan]) -> bytes:
 def _check_options(rank: int, world_size: int, block_nbytes: int) -> None:
     if world_size < 1 or not 0 <= rank < world_size:
         raise ArgumentError(f"rank {rank} of {world_size}", code="bad_argument")
-    power = block_nbytes > 0 and block_nbytes & (block_nbytes - 1) == 0
+    power = type(block_nbytes) is int and block_nbytes & (block_nbytes - 1) == 0
     if not power or not BLOCK_NBYTES_MIN <= block_nbytes <= BLOCK_NBYTES_MAX:
         raise ArgumentError(
-            f"block_nbytes is {block_nbytes}, expected a power of two from 4 KiB to 64 MiB",
+            f"block_nbytes is {shorten(block_nbytes)}, expected a power of two from 4 KiB to 64 MiB",
             code="bad_argument",
         )
 

@@ -32,9 +32,8 @@ from datetime import date, datetime, timedelta
 from typing import Any
 
 from dsdformat import Named, Scalar, Size, TensorEntry
-from dsdformat.format.packing import emit
 from dsdformat.format.paths import emit_name
-from dsdformat.format.values import PATH_CLASSES, encode_key
+from dsdformat.format.values import PATH_CLASSES, encoded_key
 from dsdformat.limits import INT_MAX, INT_MIN
 
 __all__ = [
@@ -51,7 +50,7 @@ __all__ = [
 
 _DIGITS_BITS = 4096  # bits of the longest integer that is shown in decimal
 _SCALARS = {"bool": "?", "float16": "e", "float32": "f", "float64": "d"} | {
-    f"{kind}{8 * struct.calcsize(code)}": code.upper() if kind == "uint" else code
+    f"{kind}{8 * struct.calcsize(f'<{code}')}": code.upper() if kind == "uint" else code
     for kind in ("int", "uint")
     for code in "bhiq"
 }
@@ -59,7 +58,7 @@ _SCALARS = {"bool": "?", "float16": "e", "float32": "f", "float64": "d"} | {
 
 def name_of(path: Iterable[Any]) -> str:
     """Return the display name of a path."""
-    return emit_name(tuple(path), lambda key: emit(encode_key(key)))
+    return emit_name(tuple(path), encoded_key)
 
 
 def iter_children(node: Any) -> Iterator[tuple[Any, Any]]:
@@ -129,7 +128,7 @@ def short_text(value: Any, limit: int = 60) -> str:
 
 
 def _ordered(keys: Iterable[Any]) -> list[Any]:
-    return sorted(keys, key=lambda key: emit(encode_key(key)))
+    return sorted(keys, key=encoded_key)
 
 
 def _int_text(value: int) -> str:

@@ -6,6 +6,8 @@ every tensor, and the rules that need all of them. Both list every problem they 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -17,7 +19,14 @@ from dsdformat.format.dtypes import DTYPES, Dtype
 from dsdformat.format.manifest import Body, ChunkRows, Columns
 from dsdformat.limits import CUT_DIMS_MAX, INT63_MAX
 
-__all__ = ["ChunkPlace", "StoredChunk", "TensorRow", "check_columns", "check_tensor"]
+__all__ = [
+    "ChunkPlace",
+    "StoredChunk",
+    "TensorRow",
+    "check_columns",
+    "check_tensor",
+    "find_prefix_problem",
+]
 
 NameOf = Callable[[int], str]
 
@@ -35,6 +44,7 @@ class ChunkPlace(NamedTuple):
         nbytes: Decoded length.
         first_block: Row of its first digest.
         frames: Stored lengths of its blocks; empty for raw chunks.
+        frame_at: Where the stored blocks begin in the stored chunk, and where the last one ends.
         first_frame: Row of its first frame.
     """
 
@@ -47,6 +57,7 @@ class ChunkPlace(NamedTuple):
     nbytes: int
     first_block: int
     frames: tuple[int, ...] = ()
+    frame_at: tuple[int, ...] = ()
     first_frame: int = 0
 
 
@@ -280,6 +291,7 @@ def _place(
         nbytes,
         rows.first_block[chunk],
         frames,
+        tuple(itertools.accumulate(frames, initial=0)),
         first_frame,
     )
 
@@ -359,15 +371,25 @@ def _byte_range_problems(
             yield Problem("byte_range_mismatch", message, where=file.label, byte_offset=end)
 
 
+def find_prefix_problem(
+    body: Body, path: tuple[object, ...], file: int, chunk: int, name_of: Callable[[], str]
+) -> Problem | None:
+    """Check that a tensor lies under the prefix of a data file that holds a chunk (R-10.5)."""
+    prefix = body.files[file].prefix
+    if len(path) > len(prefix) and path[: len(prefix)] == prefix:
+        return None
+    message = f"does not lie under {list(prefix)}, as {body.files[file].label} says"
+    return _bad("prefix_mismatch", message, name_of(), chunk)
+
+
 def _prefix_problems(
     body: Body, order: list[StoredChunk], paths: list[tuple[object, ...]], name_of: NameOf
 ) -> Iterator[Problem]:
     for entry in order:
-        file, path = body.files[entry.file], paths[entry.tensor]
-        count = len(file.prefix)
-        if len(path) <= count or path[:count] != file.prefix:
-            message = f"does not lie under {list(file.prefix)}, as {file.label} says"
-            yield _bad("prefix_mismatch", message, name_of(entry.tensor), entry.chunk)
+        name = functools.partial(name_of, entry.tensor)
+        problem = find_prefix_problem(body, paths[entry.tensor], entry.file, entry.chunk, name)
+        if problem is not None:
+            yield problem
 
 
 def _feature_problems(

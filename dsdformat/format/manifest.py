@@ -43,7 +43,7 @@ __all__ = [
 TENSOR_NBYTES = 16
 FRAME_NBYTES = 4 + DIGEST_NBYTES
 _WINDOW_CHUNKS = 2048
-_PIECE_ROWS = 65_536
+_PIECE_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,8 @@ class _Encoder:
     def _int(self, value: int) -> Any:
         if INT_MIN <= value <= INT_MAX:
             return value
+        if self.depth >= DEPTH_MAX:
+            self._too_deep()
         nbytes = (value if value >= 0 else ~value).bit_length() // 8 + 1
         return ["int", value.to_bytes(nbytes, "little", signed=True)]
 

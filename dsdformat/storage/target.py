@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import threading
@@ -45,7 +46,7 @@ class LocalTarget:
         self._overwrite = overwrite
         self._published = False
         with storage_errors(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folders(self._path.parent)
             _clean(self._path)
             self._check_replaceable()
             self.staging, self._lock = _make_staging(self._path)
@@ -171,6 +172,8 @@ class FileSink:
     def _write(self, byte_offset: int, views: list[memoryview]) -> int:
         while views:
             count = self._write_some(byte_offset, views)
+            if count == 0:
+                raise StorageError(f"{self._path}: the system took no bytes")
             byte_offset += count
             while views and count >= len(views[0]):
                 count -= len(views.pop(0))
@@ -184,6 +187,14 @@ class FileSink:
         with self._position:
             os.lseek(self._fd, byte_offset, os.SEEK_SET)
             return os.write(self._fd, views[0])
+
+
+def _make_folders(path: Path) -> None:
+    """Make a folder and those above it that are missing, durably."""
+    missing = list(itertools.takewhile(lambda one: not one.exists(), (path, *path.parents)))
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        _sync_folder(folder.parent)
 
 
 def _make_staging(path: Path) -> tuple[Path, int | None]:
