@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 __all__ = ["file_labels"]
@@ -21,16 +22,17 @@ def file_labels(prefixes: Sequence[tuple[str, ...]], rank: int, world_size: int)
     0, with `-part2` and so on where a rank has more than one.
 
     Args:
-        prefixes: Of each file; equal ones are next to each other.
+        prefixes: Of each file.
         rank: Of the writer.
         world_size: Number of writers.
     """
     stems = _stems(sorted(set(prefixes)))
+    counts, seen = Counter(prefixes), Counter[tuple[str, ...]]()
     labels = []
-    for index, prefix in enumerate(prefixes):
-        stem = stems[prefix]
-        number = index - prefixes.index(prefix) + 1
-        count = prefixes.count(prefix)
+    for prefix in prefixes:
+        stem, count = stems[prefix], counts[prefix]
+        seen[prefix] += 1
+        number = seen[prefix]
         if world_size > 1:
             more = f"-part{number}" if number > 1 else ""
             labels.append(f"{stem}-{rank:05d}-of-{world_size:05d}{more}.safetensors")

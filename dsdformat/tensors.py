@@ -30,7 +30,7 @@ from dsdformat.storage.base import Storage
 
 __all__ = ["TensorTable"]
 
-_CACHED_ROWS = 256
+_CACHED_CHUNKS = 4096
 
 
 class TensorTable:
@@ -67,6 +67,7 @@ class TensorTable:
         self.workers = Workers(threads)
         self.blocks = BlockReader(storage, self.body, self.columns, self.workers, self.name)
         self._rows: dict[int, TensorRow] = {}
+        self._cached_chunks = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -107,8 +108,10 @@ class TensorTable:
         raise_problems(problems or self._prefix_problems(index, row))
         assert row is not None
         with self._lock:
-            if len(self._rows) >= _CACHED_ROWS:
+            self._cached_chunks += len(row.chunks)
+            if self._cached_chunks > _CACHED_CHUNKS:
                 self._rows.clear()
+                self._cached_chunks = len(row.chunks)
             self._rows[index] = row
         return row
 

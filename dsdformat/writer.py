@@ -330,9 +330,10 @@ class Writer(PartWriter):
                 )
             own = self._write()
             self._add_indexes()
-            others = [Part.from_bytes(raw, rank + 1) for rank, raw in enumerate(parts)]
-            part = merge_parts([own, *others])
-            check_complete(part)
+            with paused_gc():
+                others = [Part.from_bytes(raw, rank + 1) for rank, raw in enumerate(parts)]
+                part = merge_parts([own, *others])
+                check_complete(part)
             self.root = self._write_manifest(part)
             self._target.commit()
         except BaseException:
@@ -400,7 +401,8 @@ def _check_options(rank: int, world_size: int, block_nbytes: int) -> None:
     power = type(block_nbytes) is int and block_nbytes & (block_nbytes - 1) == 0
     if not power or not BLOCK_NBYTES_MIN <= block_nbytes <= BLOCK_NBYTES_MAX:
         raise ArgumentError(
-            f"block_nbytes is {shorten(block_nbytes)}, expected a power of two from 4 KiB to 64 MiB",
+            f"block_nbytes is {shorten(block_nbytes)}, "
+            "expected a power of two from 4 KiB to 64 MiB",
             code="bad_argument",
         )
 

@@ -40,7 +40,7 @@ def run_python(text: str, namespace: dict[str, object]) -> None:
     code, _, expected = text.partition("# prints:\n")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, "README.md", "exec"), namespace)  # noqa: S102
+        exec(compile(code, "README.md", "exec"), namespace)
     wanted = [line.removeprefix("#").removeprefix(" ") for line in expected.splitlines()]
     assert_alike(printed.getvalue().splitlines(), wanted)
 

@@ -94,6 +94,9 @@ def check_tensor(
     Returns:
         The tensor, or None if it has problems; and the problems.
     """
+    row = _find_simple(body, columns, tensor)
+    if row is not None:
+        return row, []
     row, problems = _check_row(body, columns, tensor, name_of)
     if row is not None:
         problems += _index_problems(body, columns, row, name_of(tensor))
@@ -104,9 +107,6 @@ def check_tensor(
 def _check_row(
     body: Body, columns: Columns, tensor: int, name_of: NameOf
 ) -> tuple[TensorRow | None, list[Problem]]:
-    simple = _find_simple(body, columns, tensor)
-    if simple is not None:
-        return simple, []
     name = name_of(tensor)
     problems = list(_row_problems(body, columns, tensor, name))
     if problems:
@@ -150,10 +150,13 @@ def check_columns(
     indexes: list[Problem] = []
     order: list[StoredChunk] = []
     for tensor in range(columns.tensors):
-        row, found = _check_row(body, columns, tensor, name_of)
-        problems += found
+        row = _find_simple(body, columns, tensor)
+        if row is None:
+            row, found = _check_row(body, columns, tensor, name_of)
+            problems += found
+            if row is not None:
+                indexes += _index_problems(body, columns, row, name_of(tensor))
         if row is not None:
-            indexes += _index_problems(body, columns, row, name_of(tensor))
             order += _stored_chunks(body, row, tensor, len(order))
     if problems:
         return [], problems

@@ -150,7 +150,7 @@ class _Decoder:
             message = f"{place}: tensor {index} is met before tensor {len(tree.paths)}"
             tree.disorder.append(Problem("bad_tensor_reference", message, path=place))
             return None
-        return self.hooks.tensor(TensorRef(index, _hints(attributes or {})))
+        return self.hooks.tensor(TensorRef(index, _hints(attributes) if attributes else ()))
 
     def _key(self, raw: Any) -> Any:
         outer, self.in_key = self.in_key, True

@@ -16,7 +16,7 @@ Path = Sequence[Any]
 
 
 def render_path(path: Path) -> str:
-    """Render a path for an error: `$.model["layer.weight"][0]`."""
+    """Render a path for an error: `$.model['layer.weight'][0]`."""
     return "$" + "".join(map(_render_step, path))
 
 

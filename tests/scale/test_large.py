@@ -152,7 +152,7 @@ def test_a_tensor_of_a_gigabyte_is_written_and_read_in_little_memory(measure, bi
     "form",
     [
         "rows",
-        pytest.param("one_row", marks=pytest.mark.xfail(strict=True, reason="packed at once")),
+        "one_row",
     ],
 )
 def test_a_large_array_that_is_not_packed_is_saved_in_little_memory(big_folder, measure, form):
