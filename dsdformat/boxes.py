@@ -32,6 +32,14 @@ class Box:
             message = f"negative number in box {self.offset} + {self.shape}"
             raise ArgumentError(message, code="bad_argument")
 
+    @classmethod
+    def of_unsigned(cls, offset: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+        """Make a box of as many offsets as sizes, none negative, without looking at them."""
+        box = object.__new__(cls)
+        object.__setattr__(box, "offset", offset)
+        object.__setattr__(box, "shape", shape)
+        return box
+
     @property
     def end(self) -> tuple[int, ...]:
         """The first index behind the box, per dim."""

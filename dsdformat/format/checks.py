@@ -114,9 +114,10 @@ def _check_row(
     dtype = DTYPES[body.dtypes[columns.dtype[tensor]]]
     shape = columns.shape(tensor)
     rows = columns.rows(tensor)
-    chunks = range(columns.chunk_count[tensor])
-    problems = [p for c in chunks for p in _chunk_problems(body, dtype, shape, rows, c, name)]
-    boxes = [] if problems else [rows.box(chunk, len(shape)) for chunk in chunks]
+    boxes = rows.boxes(len(shape))
+    if not _are_sound(body, dtype, shape, rows, boxes):
+        chunks = enumerate(boxes)
+        problems = [p for c in chunks for p in _chunk_problems(body, dtype, shape, rows, *c, name)]
     problems += [] if problems else list(_tiling_problems(shape, boxes, name))
     if problems:
         return None, problems
@@ -227,10 +228,28 @@ def _row_problems(body: Body, columns: Columns, tensor: int, name: str) -> Itera
         yield _bad("shape_overflow", f"shape {list(shape)} has more than 2**63-1 bytes", name)
 
 
+def _are_sound(
+    body: Body, dtype: Dtype, shape: tuple[int, ...], rows: ChunkRows, boxes: list[Box]
+) -> bool:
+    """Whether all chunks pass `_chunk_problems`, looking at columns instead of at each."""
+    codecs = set(rows.codec)
+    if 0 in shape or not boxes or max(rows.file) >= len(body.files):
+        return False
+    if not codecs <= CODECS.keys() or (PLANES in codecs and dtype.itemsize == 1):
+        return False
+    return all(box.fits(shape) and 0 not in box.shape for box in boxes)
+
+
 def _chunk_problems(
-    body: Body, dtype: Dtype, shape: tuple[int, ...], rows: ChunkRows, chunk: int, name: str
+    body: Body,
+    dtype: Dtype,
+    shape: tuple[int, ...],
+    rows: ChunkRows,
+    chunk: int,
+    box: Box,
+    name: str,
 ) -> Iterator[Problem]:
-    codec, box = rows.codec[chunk], rows.box(chunk, len(shape))
+    codec = rows.codec[chunk]
     if rows.file[chunk] >= len(body.files):
         yield _bad(
             "bad_reference", f"data file {rows.file[chunk]} is not in the table", name, chunk

@@ -164,7 +164,11 @@ class ChunkRows(NamedTuple):
         """The box of the tensor's chunk with this number."""
         at = 2 * ndim * chunk
         numbers = self.numbers[at : at + 2 * ndim]
-        return Box(tuple(numbers[:ndim]), tuple(numbers[ndim:]))
+        return Box.of_unsigned(tuple(numbers[:ndim]), tuple(numbers[ndim:]))
+
+    def boxes(self, ndim: int) -> list[Box]:
+        """The boxes of all chunks of the tensor."""
+        return [self.box(chunk, ndim) for chunk in range(len(self.file))]
 
 
 class _Window(NamedTuple):
