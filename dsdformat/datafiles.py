@@ -23,7 +23,7 @@ from dsdformat.format.payload import (
     header_nbytes,
     size_class,
 )
-from dsdformat.limits import FILE_CHUNKS_MAX, HEADER_NBYTES_MAX, KIB, MIB
+from dsdformat.limits import FILE_CHUNKS_MAX, HEADER_ALIGNMENT, HEADER_NBYTES_MAX, KIB, MIB
 from dsdformat.sources import Data, iter_blocks
 from dsdformat.storage.base import Buffer, Sink, Target
 
@@ -152,9 +152,16 @@ def write_file(plan: FilePlan, target: Target, block_nbytes: int, workers: Worke
     sink.close()
 
 
-def _rank_in_file(job: ChunkJob) -> int:
-    """Raw chunks in falling order of size class, then compressed ones (R-10.8)."""
-    return -size_class(job.nbytes) if job.codec == RAW else 0
+def _rank_in_file(job: ChunkJob) -> tuple[int, int]:
+    """Raw chunks in falling order of size class, then compressed ones (R-10.8).
+
+    Whole pages keep their order, so that a layer's tensors stay together; of the others the
+    largest comes first, and so lies at a page boundary too.
+    """
+    if job.codec != RAW:
+        return 0, 0
+    size = size_class(job.nbytes)
+    return -size, 0 if size == HEADER_ALIGNMENT else -job.nbytes
 
 
 def _fill_files(

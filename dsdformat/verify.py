@@ -163,7 +163,7 @@ class _Verifier:
             wanted = expected[at : at + MIB].ljust(len(buffer), b" ")
             if wanted != buffer:
                 return at + _first_difference(wanted, bytes(buffer))
-        return None
+        return None if len(expected) <= file.header_nbytes else file.header_nbytes
 
     def _header_entries(self, file: DataFile, chunks: list[StoredChunk]) -> Iterator[HeaderEntry]:
         paths = self.table.decoded.paths

@@ -191,8 +191,7 @@ class PartWriter:
                 tensors.append(self._plan_tensor(value, len(tensors), tuple(path)))
             return TensorRef(numbers[id(value)], tuple(value.attributes.items()))
 
-        tree = encode(self._state, leaf=leaf)
-        return tree, tensors
+        return encode(self._state, leaf=leaf), tensors
 
     def _plan_tensor(
         self, source: TensorSource, number: int, path: tuple[Any, ...]

@@ -117,11 +117,12 @@ def test_all_of_a_llamas_large_tensors_lie_at_4096_however_it_is_sharded(ways):
         assert all(size_class(job.nbytes) == 4096 for job, _ in large)
 
 
-def test_of_a_whole_gpt2_only_the_embedding_is_of_no_whole_pages():
-    # Its 50,257 rows of 3,072 bytes are no multiple of 4 KiB.
+def test_all_large_tensors_of_a_whole_gpt2_lie_at_4096_though_one_is_of_no_whole_pages():
+    # The 50,257 rows of 3,072 bytes of its embedding are no multiple of 4 KiB.
     shapes, dtype, _ = MODELS["gpt2"]
-    large = [job for job, _ in places(shapes, dtype, 1, 0) if is_large(job)]
-    assert [job.name for job in large if size_class(job.nbytes) < 4096] == ["wte.weight"]
+    large = [(job, at) for job, at in places(shapes, dtype, 1, 0) if is_large(job)]
+    assert [job.name for job, _ in large if size_class(job.nbytes) < 4096] == ["wte.weight"]
+    assert [job.name for job, at in large if at % 4096] == []
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 8, 63, 64, 255, 256, 4095, 4096, 4097, 1 << 20])

@@ -103,12 +103,15 @@ def file_order(
 ) -> list[StoredChunk]:
     """The chunks of a file in the order in which a writer lays them down (R-10.8)."""
     mine = [chunk for chunk in chunks if chunk.file == file]
-    return sorted(mine, key=lambda chunk: -size_class(chunk)) if by_size_class else mine
+    return sorted(mine, key=writer_order) if by_size_class else mine
 
 
-def size_class(chunk: StoredChunk) -> int:
+def writer_order(chunk: StoredChunk) -> tuple[int, int]:
+    if chunk.codec:
+        return 0, 0
     nbytes = sum(len(block.decoded) for block in chunk.blocks)
-    return next(size for size in SIZE_CLASSES if nbytes % size == 0)
+    size = next(size for size in SIZE_CLASSES if nbytes % size == 0)
+    return -size, 0 if size == SIZE_CLASSES[0] else -nbytes
 
 
 def storage_order(chunks: list[StoredChunk]) -> list[StoredChunk]:

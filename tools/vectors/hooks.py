@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from vectors.builder import add_up
-from vectors.chunks import size_class
+from vectors.chunks import writer_order
 from vectors.declare import Head, Page, Section, StoredChunk
 from vectors.wire import digest
 
@@ -199,7 +199,7 @@ def block_stored(block: int, change: BytesHook) -> Callable[[list[StoredChunk]],
 def place(chunks: list[StoredChunk]) -> None:
     """Lay the chunks of one file down again, after their stored bytes changed."""
     offset = 0
-    for chunk in sorted(chunks, key=lambda chunk: -size_class(chunk)):
+    for chunk in sorted(chunks, key=writer_order):
         chunk.byte_offset = offset
         offset += len(chunk.stored)
 

@@ -179,8 +179,8 @@ def number_cases() -> Iterator[Case]:
     note = "The second chunk begins at byte 0, and so is the first in storage order."
     change = column_put("byte_offset", 1, 0)
     yield invalid("blocks-order-by-offset", "R-9.13 R-10.2", code, note, ZEROS, columns=change)
-    note = "The first chunk, a compressed one, begins behind the file, and so is the last in order."
-    change, case_id = column_put("byte_offset", 0, 1 << 40), "blocks-order-by-offset-compressed"
+    note = "A compressed chunk, the last in storage, begins at byte 0, and so is the first in order."
+    change, case_id = column_put("byte_offset", 0, 0), "blocks-order-by-offset-compressed"
     yield invalid(case_id, "R-9.13 R-10.2", code, note, squeezed(), columns=change)
     for name, codec, nbytes, note in STORED:
         change = block_stored(0, lambda _, nbytes=nbytes: bytes(nbytes))
