@@ -179,7 +179,9 @@ def number_cases() -> Iterator[Case]:
     note = "The second chunk begins at byte 0, and so is the first in storage order."
     change = column_put("byte_offset", 1, 0)
     yield invalid("blocks-order-by-offset", "R-9.13 R-10.2", code, note, ZEROS, columns=change)
-    note = "A compressed chunk, the last in storage, begins at byte 0, and so is the first in order."
+    note = (
+        "A compressed chunk, the last in storage, begins at byte 0, and so is the first in order."
+    )
     change, case_id = column_put("byte_offset", 0, 0), "blocks-order-by-offset-compressed"
     yield invalid(case_id, "R-9.13 R-10.2", code, note, squeezed(), columns=change)
     for name, codec, nbytes, note in STORED:
