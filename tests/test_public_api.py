@@ -94,10 +94,12 @@ def test_importing_the_package_loads_nothing_heavy(run_python):
     assert done.stdout.split()[1:] == []
 
 
-def test_importing_the_package_is_quick(run_python):
-    """About 100 ms; the bound is for a busy machine, and the best of five counts."""
-    seconds = [float(run_python(IMPORT).stdout.split()[0]) for _ in range(5)]
-    assert min(seconds) < 0.3
+def test_importing_the_package_is_quick(run_python, tmp_path):
+    """60 ms with its bytecode in place; 100 ms is the promise, and the best of eight counts."""
+    env = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    seconds = [float(run_python(IMPORT, env=env).stdout.split()[0]) for _ in range(8)]
+    print("import:", *seconds)
+    assert min(seconds) < 0.15  # half again as much, for a slower machine
 
 
 USE = """
