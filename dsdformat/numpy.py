@@ -56,6 +56,11 @@ _DTYPES = _numpy_dtypes()
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the numpy dtype of a logical dtype, as `load` gives it."""
+    return _DTYPES[name]
+
+
 def save(
     path: PathLike,
     state: Mapping[str, Any],

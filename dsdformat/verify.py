@@ -85,7 +85,7 @@ def verify_storage(
             storage.name,
             root=checkpoint.root,
             tensors=len(checkpoint),
-            chunks=checkpoint.table.columns.chunks,
+            chunks=checkpoint.chunk_count,
             files=len(checkpoint.data_files),
             nbytes=sum(checkpoint.data_files.values()),
             problems=tuple(problems),

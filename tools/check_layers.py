@@ -63,7 +63,7 @@ UNITS = (
     Unit("numpy", layer=4, reach=3, foreign=("numpy", "ml_dtypes")),
     Unit("torch", layer=4, reach=3, foreign=("torch", "numpy", "ml_dtypes", "safetensors")),
     Unit("convert", layer=5, reach=4, foreign=("torch", "numpy", "ml_dtypes", "safetensors")),
-    Unit("cli", layer=6, reach=5, foreign=("typer", "rich")),
+    Unit("cli", layer=6, reach=5, foreign=("typer", "rich", "numpy", "ml_dtypes")),
     # Shipped for tests, so above everything: nothing in the package may lean on it.
     Unit("testing", layer=7, reach=3, foreign=("pytest", "hypothesis")),
 )

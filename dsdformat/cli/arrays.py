@@ -177,14 +177,14 @@ def _flat_index(place: Sequence[int], shape: Sequence[int]) -> int:
 def _numpy() -> Any:
     """Return numpy, or None where it, or ml_dtypes, is not installed."""
     try:
-        # The layers give numpy to `dsdformat.numpy` alone; this borrows it from there.
-        from dsdformat.numpy import np  # type: ignore[attr-defined]
+        import ml_dtypes  # noqa: F401
+        import numpy as np
     except ModuleNotFoundError:
         return None
     return np
 
 
 def _dtype(name: str) -> Any:
-    from dsdformat.numpy import _DTYPES
+    from dsdformat.numpy import dtype_of
 
-    return _DTYPES[name]
+    return dtype_of(name)

@@ -76,7 +76,7 @@ def info(
     out: Output = ctx.obj
     with dsdformat.open(ckpt) as checkpoint:
         tensors, values = add_tensors(checkpoint), add_values(checkpoint)
-        few = checkpoint.table.columns.chunks <= CHUNKS_READ_MAX
+        few = checkpoint.chunk_count <= CHUNKS_READ_MAX
         codecs = add_chunks(checkpoint) if chunks or few else None
         if json:
             out.document(_document(str(ckpt), checkpoint, tensors, values, codecs))
