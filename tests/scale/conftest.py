@@ -37,7 +37,7 @@ def measure(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]
             capture_output=True,
             text=True,
             check=False,
-            timeout=300,
+            timeout=900,
         )
         assert done.returncode == 0, done.stderr
         figures = json.loads(done.stdout)
