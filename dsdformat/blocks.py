@@ -30,8 +30,8 @@ __all__ = ["BlockReader", "Request", "Task", "Workers"]
 Task = Callable[[], None]
 _PIECE = 512 * KIB  # read, then hashed while it is in the cache
 _PARALLEL_MIN = 1024 * KIB
-SMALL_NBYTES = 64 * KIB
-_BATCH_NBYTES = 1024 * KIB
+SMALL_NBYTES = 64 * KIB  # what is smaller is read, written and verified in batches
+BATCH_NBYTES = 1024 * KIB
 
 
 class Workers:
@@ -393,7 +393,7 @@ def _batches(small: list[_Small]) -> Iterator[list[_Small]]:
     for entry in small:
         file, at, _, request = entry
         follows = bool(batch) and file == batch[-1][0] and at == end
-        if not follows or end - begin >= _BATCH_NBYTES:
+        if not follows or end - begin >= BATCH_NBYTES:
             if batch:
                 yield batch
             batch, begin = [], at

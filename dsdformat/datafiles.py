@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsdformat.blocks import Task, Workers
+from dsdformat.blocks import BATCH_NBYTES, SMALL_NBYTES, Task, Workers
 from dsdformat.boxes import Box
 from dsdformat.format.codecs import PLANES, RAW, encode_block
 from dsdformat.format.digests import DIGEST_NBYTES, digest
@@ -23,14 +23,11 @@ from dsdformat.format.payload import (
     header_nbytes,
     size_class,
 )
-from dsdformat.limits import FILE_CHUNKS_MAX, HEADER_ALIGNMENT, HEADER_NBYTES_MAX, KIB, MIB
+from dsdformat.limits import FILE_CHUNKS_MAX, HEADER_ALIGNMENT, HEADER_NBYTES_MAX
 from dsdformat.sources import Data, iter_blocks
 from dsdformat.storage.base import Buffer, Sink, Target
 
 __all__ = ["ChunkJob", "FilePlan", "plan_files", "write_file"]
-
-_BATCH_NBYTES = MIB
-_SMALL_NBYTES = 64 * KIB
 
 
 @dataclass(slots=True, eq=False)
@@ -118,11 +115,11 @@ def plan_files(
         prefix = job.path[:1] if len(job.path) > 1 and type(job.path[0]) is str else ()
         groups.setdefault(prefix, []).append(job)
     plans: list[FilePlan] = []
+    room = header_max - 8 - len(header_json((), metadata))
     for prefix in sorted(groups):
         ordered = sorted(groups[prefix], key=_rank_in_file)
         for job in ordered:
             job.key = chunk_key(job.path[len(prefix) :], job.shape, job.box, job.codec)
-        room = header_max - 8 - len(header_json((), metadata))
         for piece in _fill_files(ordered, chunks_max, room):
             plan = FilePlan(prefix, piece, metadata)
             text = header_json(_entries(plan, block_nbytes), metadata)
@@ -209,9 +206,9 @@ def _raw_tasks(jobs: list[ChunkJob], sink: Sink, block_nbytes: int) -> Iterator[
         blocks = -(-job.nbytes // block_nbytes)
         job.digests = bytearray(DIGEST_NBYTES * blocks)
         pieces = iter_blocks(job.data, job.nbytes, block_nbytes, job.name)
-        small = blocks == 1 and job.nbytes <= _SMALL_NBYTES
+        small = blocks == 1 and job.nbytes <= SMALL_NBYTES
         # A batch is written in one piece, so nothing else may lie in between.
-        if batch and blocks and not (small and held < _BATCH_NBYTES):
+        if batch and blocks and not (small and held < BATCH_NBYTES):
             yield _batch_task(batch, sink)
             batch, held = [], 0
         if small:

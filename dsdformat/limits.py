@@ -1,10 +1,12 @@
-"""Ceilings that a reader checks before it allocates (spec section 17), and fixed sizes."""
+"""Ceilings that a reader checks before it allocates (spec section 17), fixed sizes and names."""
 
 from __future__ import annotations
 
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
+
+MANIFEST_LABEL = "manifest.dsd"
 
 HEAD_NBYTES_MAX = 64 * MIB
 BODY_NBYTES_MAX = GIB

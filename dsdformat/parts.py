@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dsdformat.boxes import Box, cut_dims, is_tiling
+from dsdformat.boxes import Box, cut_dims
 from dsdformat.datafiles import ChunkJob
 from dsdformat.errors import MismatchError, Problem, raise_problems, shorten
 from dsdformat.format.bodies import find_body_problems
+from dsdformat.format.checks import find_tiling_fault
 from dsdformat.format.codecs import PLANES, RAW
 from dsdformat.format.decoding import decode_tree
 from dsdformat.format.digests import DIGEST_NBYTES, digest
@@ -295,15 +296,17 @@ def _find_gap(tensor: TensorRecord) -> str | None:
         return f"{tensor.name}: a box is not inside of the shape {list(tensor.shape)}"
     if 0 in tensor.shape:
         return None if len(boxes) == 1 else f"{tensor.name}: empty, and added by several writers"
-    dims = cut_dims(tensor.shape, boxes)
-    if len(dims) > CUT_DIMS_MAX:
-        return f"{tensor.name}: cut along {len(dims)} dims, at most {CUT_DIMS_MAX}"
-    if is_tiling(tensor.shape, boxes, dims):
+    code = find_tiling_fault(tensor.shape, boxes)
+    if code is None:
         return None
-    held, needed = sum(box.numel for box in boxes), math.prod(tensor.shape)
-    if held >= needed:
+    if code == "limit_exceeded":
+        cut = len(cut_dims(tensor.shape, boxes))
+        return f"{tensor.name}: cut along {cut} dims, at most {CUT_DIMS_MAX}"
+    if code == "chunk_overlap":
         return f"{tensor.name}: some elements were written more than once"
-    return f"{tensor.name}: {needed - held} of {needed} elements were written by no one"
+    needed = math.prod(tensor.shape)
+    missing = needed - sum(box.numel for box in boxes)
+    return f"{tensor.name}: {missing} of {needed} elements were written by no one"
 
 
 def _union(tensors: list[TensorRecord]) -> TensorRecord:

@@ -10,12 +10,11 @@ from dsdformat.errors import FormatError, Problem
 from dsdformat.format.codecs import decompress_piece
 from dsdformat.format.digests import DIGEST_NBYTES, digest
 from dsdformat.format.frame import FIXED_NBYTES, Head, check_prefix, parse_head
-from dsdformat.limits import PAGE_NBYTES
+from dsdformat.limits import MANIFEST_LABEL, PAGE_NBYTES
 from dsdformat.storage.base import Storage
 
-__all__ = ["MANIFEST_LABEL", "ManifestFile"]
+__all__ = ["ManifestFile"]
 
-MANIFEST_LABEL = "manifest.dsd"
 CACHED_PAGES = 8
 _READ_AHEAD = 16  # pages per read, where a wider range is asked for
 
@@ -92,10 +91,11 @@ class ManifestFile:
         """
         for index in range(len(self.head.page_offsets) - 1):
             begin, end = self.head.page_offsets[index : index + 2]
-            self._verified(index, self._read(begin, end - begin))
-        for name, section in self.head.sections.items():
-            for _ in self._pages(name, 0, section.pages):
-                pass
+            self._verify(index, self._read(begin, end - begin))
+        if self.compressed:
+            for name, section in self.head.sections.items():
+                for _ in self._pages(name, 0, section.pages):
+                    pass
 
     def _page(self, name: str, number: int) -> bytes:
         index = self.head.sections[name].first_page + number
@@ -121,15 +121,15 @@ class ManifestFile:
             for number in range(begin, end):
                 index = section.first_page + number
                 stored = raw[offsets[index] - base : offsets[index + 1] - base]
-                self._verified(index, stored)
+                self._verify(index, stored)
                 yield number, self._decoded(name, number, stored, section.page_nbytes(number))
 
-    def _verified(self, index: int, stored: bytes) -> bytes:
+    def _verify(self, index: int, stored: bytes) -> None:
         at = index * DIGEST_NBYTES
         expected = self.head.page_digests[at : at + DIGEST_NBYTES]
         actual = digest(stored)
         if actual == expected:
-            return stored
+            return
         section = next(s for s in self.head.sections.values() if index < s.first_page + s.pages)
         begin, end = self.head.page_offsets[index : index + 2]
         raise Problem(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dsdformat.blocks import SMALL_NBYTES, BlockReader, Task, Workers
+from dsdformat.blocks import BATCH_NBYTES, SMALL_NBYTES, BlockReader, Task, Workers
 from dsdformat.errors import FormatError, Problem, raise_problems
 from dsdformat.format.checks import StoredChunk, check_columns
 from dsdformat.format.codecs import RAW
@@ -15,9 +15,8 @@ from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
 from dsdformat.format.manifest import DataFile, SideFile
 from dsdformat.format.payload import HeaderEntry, chunk_key, header_json
 from dsdformat.garbage import paused_gc
-from dsdformat.limits import MIB
+from dsdformat.limits import MANIFEST_LABEL, MIB
 from dsdformat.reader import Checkpoint
-from dsdformat.sections import MANIFEST_LABEL
 from dsdformat.storage.base import Storage
 
 __all__ = ["Report", "verify_storage"]
@@ -252,7 +251,7 @@ def _pieces(chunks: list[StoredChunk]) -> Iterator[_Piece]:
     group: list[StoredChunk] = []
     for entry in chunks:
         small = entry.codec == RAW and entry.blocks == 1 and entry.stored_nbytes <= SMALL_NBYTES
-        if group and (not small or entry.byte_offset - group[0].byte_offset >= MIB):
+        if group and (not small or entry.byte_offset - group[0].byte_offset >= BATCH_NBYTES):
             yield _Piece(group, None, sum(one.stored_nbytes for one in group))
             group = []
         if small:

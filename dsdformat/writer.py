@@ -29,7 +29,13 @@ from dsdformat.format.paths import emit_name, render_path
 from dsdformat.format.values import Leaf, TensorRef, encode, encoded_key
 from dsdformat.garbage import paused_gc
 from dsdformat.labels import file_labels
-from dsdformat.limits import BLOCK_NBYTES_DEFAULT, BLOCK_NBYTES_MAX, BLOCK_NBYTES_MIN, MIB
+from dsdformat.limits import (
+    BLOCK_NBYTES_DEFAULT,
+    BLOCK_NBYTES_MAX,
+    BLOCK_NBYTES_MIN,
+    MANIFEST_LABEL,
+    MIB,
+)
 from dsdformat.parts import (
     Part,
     TensorRecord,
@@ -48,7 +54,6 @@ __all__ = ["Codec", "PartWriter", "Writer"]
 # A codec's name, or a function from a tensor's display name to one.
 Codec = str | Callable[[str], str]
 
-MANIFEST_LABEL = "manifest.dsd"
 _COMPRESS_PAGES_FROM = MIB
 _HF_METADATA = {"format": "pt"}
 _CODEC_NUMBERS = {name: number for number, name in CODECS.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 from dsdformat.errors import Problem, shorten
 from dsdformat.format.digests import DIGEST_NBYTES
-from dsdformat.limits import BLOCK_NBYTES_MAX, BLOCK_NBYTES_MIN, INT63_MAX, INT_MAX
+from dsdformat.limits import BLOCK_NBYTES_MAX, BLOCK_NBYTES_MIN, INT63_MAX, INT_MAX, MANIFEST_LABEL
 
 __all__ = [
     "BODY_KEYS",
@@ -24,7 +24,6 @@ __all__ = [
     "is_label",
 ]
 
-MANIFEST_LABEL = "manifest.dsd"
 BODY_KEYS = (
     "block_nbytes",
     "dtypes",

@@ -26,6 +26,7 @@ __all__ = [
     "check_columns",
     "check_tensor",
     "find_prefix_problem",
+    "find_tiling_fault",
 ]
 
 NameOf = Callable[[int], str]
@@ -282,15 +283,26 @@ def _tiling_problems(shape: tuple[int, ...], boxes: list[Box], name: str) -> Ite
     if any(a >= b for a, b in zip(order, order[1:], strict=False)):
         yield _bad("chunk_order", "chunks are not in the order of their offsets", name)
         return
+    code = find_tiling_fault(shape, boxes)
+    if code == "limit_exceeded":
+        cut = len(cut_dims(shape, boxes))
+        yield _bad(code, f"cut along {cut} dims, at most {CUT_DIMS_MAX}", name)
+    elif code == "chunk_overlap":
+        yield _bad(code, "some elements lie in more than one chunk", name)
+    elif code == "chunk_hole":
+        missing = math.prod(shape) - sum(box.numel for box in boxes)
+        yield _bad(code, f"{missing} elements lie in no chunk", name)
+
+
+def find_tiling_fault(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
+    """Return the code of how boxes in bounds fail to tile a shape (R-9.8, R-9.9), or None."""
     dims = cut_dims(shape, boxes)
     if len(dims) > CUT_DIMS_MAX:
-        yield _bad("limit_exceeded", f"cut along {len(dims)} dims, at most {CUT_DIMS_MAX}", name)
-    elif not is_tiling(shape, boxes, dims):
-        held, needed = sum(box.numel for box in boxes), math.prod(shape)
-        if held >= needed:
-            yield _bad("chunk_overlap", "some elements lie in more than one chunk", name)
-        else:
-            yield _bad("chunk_hole", f"{needed - held} elements lie in no chunk", name)
+        return "limit_exceeded"
+    if is_tiling(shape, boxes, dims):
+        return None
+    held = sum(box.numel for box in boxes)
+    return "chunk_overlap" if held >= math.prod(shape) else "chunk_hole"
 
 
 def _place(

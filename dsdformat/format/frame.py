@@ -15,7 +15,7 @@ from typing import NoReturn
 from dsdformat.errors import Problem
 from dsdformat.format.codecs import compress_piece
 from dsdformat.format.digests import DIGEST_NBYTES, digest
-from dsdformat.limits import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, PAGE_NBYTES
+from dsdformat.limits import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, MANIFEST_LABEL, PAGE_NBYTES
 
 __all__ = [
     "FEATURES",
@@ -36,7 +36,6 @@ MAGIC = bytes.fromhex("894453440D0A1A0A")
 FORMAT_VERSION = (1, 0)
 FEATURES = frozenset({"planes", "zstd"})
 SECTIONS = ("body", "tensors", "shapes", "chunks", "boxes", "digests", "frames")
-MANIFEST_LABEL = "manifest.dsd"
 
 _FEATURE = re.compile(r"[a-z][a-z0-9-]{0,31}\Z")
 _SECTION = re.compile(rb"[a-z][a-z0-9_-]{0,7}\Z")

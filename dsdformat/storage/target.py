@@ -20,12 +20,12 @@ from pathlib import Path
 from types import ModuleType
 
 from dsdformat.errors import ArgumentError, StorageError
+from dsdformat.limits import MANIFEST_LABEL
 from dsdformat.storage.base import Buffer
 from dsdformat.storage.local import replaced_path, storage_errors
 
 __all__ = ["JoinedTarget", "LocalTarget"]
 
-MANIFEST_LABEL = "manifest.dsd"
 PIECES_MAX = 1024  # IOV_MAX of Linux
 _EXCHANGE, _AT_FDCWD = 2, -100
 _STALE_SECONDS = 24 * 3600
