@@ -117,18 +117,23 @@ class TensorEntry:
         """Read one box; see `Checkpoint.read`."""
         return self._table.read(self.index, box, into, verify)
 
-    def map(self) -> memoryview:
+    def map(self, *, writable: bool = False) -> memoryview:
         """Return the tensor's bytes in the file, without a copy and without verification.
 
         Pages are read when they are touched. Valid after the checkpoint is closed.
+
+        Args:
+            writable: Whether the view may be written to. Pages that are written are copied
+                first: the file never changes. Views of one file of one open checkpoint see
+                each other's writes only where they overlap.
 
         Raises:
             ArgumentError: `cannot_map`: compressed, several chunks, or a storage without maps.
 
         Ranks: local.
-        Memory: none of its own.
+        Memory: none of its own, but pages that are written to.
         """
-        return self._table.map(self.index)
+        return self._table.map(self.index, writable=writable)
 
     def content_digest(self) -> str:
         """Return the content digest: the same for every layout, codec and number of ranks.

@@ -181,7 +181,18 @@ class EntryNotFoundError(DsdError, KeyError):
 
 
 class MismatchError(DsdError, ValueError):
-    """Report parts that should agree and do not: a file and a model, or two parts of a state."""
+    """Report parts that should agree and do not: a file and a model, or two parts of a state.
+
+    Attributes:
+        report: What `load` found, where a checkpoint was compared with a state; else None. It
+            lists what is missing, unexpected and mismatched.
+    """
+
+    def __init__(
+        self, message: str, *, code: str, hint: str | None = None, report: Any = None
+    ) -> None:
+        super().__init__(message, code=code, hint=hint)
+        self.report = report
 
 
 class UnsupportedValueError(DsdError, TypeError):
@@ -287,8 +298,10 @@ CODES: dict[str, type[DsdError]] = {
     "closed": ArgumentError, "cannot_map": ArgumentError,
     "unsupported_value": UnsupportedValueError, "value_too_deep": UnsupportedValueError,
     "unsupported_dtype": UnsupportedValueError,
+    "optimizer_without_module": UnsupportedValueError,
     "state_conflict": MismatchError, "chunks_incomplete": MismatchError,
-    "data_mismatch": MismatchError,
+    "data_mismatch": MismatchError, "state_mismatch": MismatchError,
+    "bad_components": MismatchError,
     "already_exists": StorageError, "not_replaceable": StorageError,
     "io_error": StorageError,
     "missing_dependency": DependencyError,

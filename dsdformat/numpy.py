@@ -99,20 +99,25 @@ def save(
 
     def adapt(value: Any, place: Sequence[Any]) -> Any:
         if isinstance(value, np.ndarray):
-            return sources.setdefault(_identity(value), _source(value, place))
-        if isinstance(value, np.generic) and not isinstance(value, (np.str_, np.bytes_)):
-            return _scalar(value, place)
-        if isinstance(value, np.dtype):
-            if value not in _NAMES:
-                raise _unsupported_dtype(value, place)
-            return Named("numpy.dtype", _NAMES[value])
-        return NotImplemented
+            return sources.setdefault(identity_of(value), source_of(value, place))
+        return value_of(value, place)
 
     with folders.create(
         path, overwrite=overwrite, codec=codec, user=user, threads=threads, adapt=adapt
     ) as writer:
         writer.add(state)
         return writer.commit()
+
+
+def value_of(value: Any, place: Sequence[Any]) -> Any:
+    """Return what stands for a numpy scalar or dtype; NotImplemented for anything else."""
+    if isinstance(value, np.generic) and not isinstance(value, (np.str_, np.bytes_)):
+        return _scalar(value, place)
+    if isinstance(value, np.dtype):
+        if value not in _NAMES:
+            raise _unsupported_dtype(value, place)
+        return Named("numpy.dtype", _NAMES[value])
+    return NotImplemented
 
 
 def load(
@@ -148,25 +153,43 @@ def load(
 
 def _hooks(arrays: list[Any]) -> Hooks:
     return Hooks(
-        named=_named,
-        scalar=lambda value: np.frombuffer(value.data, _little(_DTYPES[value.dtype]))[0],
+        named=named_of,
+        scalar=scalar_of,
         tensor=lambda ref: arrays[ref.index],
     )
 
 
-def _named(value: Named) -> Any:
+def array_over(view: memoryview, dtype: str, shape: Sequence[int]) -> Any:
+    """Return the array of these packed bytes, which it shares and keeps alive."""
+    if not len(view):
+        return np.empty(shape, dtype_of(dtype))
+    return np.frombuffer(view, _little(dtype_of(dtype))).reshape(shape)
+
+
+def scalar_of(value: Scalar) -> Any:
+    """Return the numpy scalar that was stored."""
+    return np.frombuffer(value.data, _little(_DTYPES[value.dtype]))[0]
+
+
+def named_of(value: Named) -> Any:
+    """Return the numpy dtype that a name stands for, or the name where it stands for another."""
     return _DTYPES.get(value.name, value) if value.kind == "numpy.dtype" else value
 
 
-def _identity(array: Any) -> Any:
-    """What two arrays share that are the same tensor; an empty array is only itself."""
+def identity_of(array: Any) -> Any:
+    """Return what two arrays share that are the same tensor; an empty array is only itself."""
     if array.size == 0:
         return id(array)
     address = array.__array_interface__["data"][0]
     return address, array.shape, array.strides, array.dtype
 
 
-def _source(array: Any, place: Sequence[Any]) -> TensorSource:
+def source_of(array: Any, place: Sequence[Any]) -> TensorSource:
+    """Return the source of an array.
+
+    Raises:
+        UnsupportedValueError: a subclass of an array, or a dtype that the format lacks.
+    """
     if type(array) not in (np.ndarray, np.memmap):
         raise UnsupportedValueError(
             f"{render_path(place)}: an array of type {type(array).__name__} cannot be stored",

@@ -212,11 +212,14 @@ class Checkpoint:
         """
         return self.tensor(name).read(box, into=into, verify=verify)
 
-    def read_all(self, into: Sequence[Any], *, verify: bool | None = None) -> None:
-        """Read all tensors whole; quicker than one by one where there are many small ones.
+    def read_all(
+        self, into: Sequence[Any] | Mapping[int, Any], *, verify: bool | None = None
+    ) -> None:
+        """Read tensors whole; quicker than one by one where there are many small ones.
 
         Args:
-            into: A writable buffer for each tensor, in the order of iteration.
+            into: A writable buffer for each tensor, in the order of iteration; or a mapping
+                from `TensorEntry.index` to one, for some of them.
             verify: As in `read`.
 
         Raises:

@@ -14,7 +14,7 @@ from dsdformat.format.manifest import Mesh
 from dsdformat.limits import INT63_MAX, MIB, NDIM_MAX
 from dsdformat.storage.base import Buffer
 
-__all__ = ["Data", "TensorSource", "iter_blocks"]
+__all__ = ["Data", "Reference", "TensorSource", "iter_blocks"]
 
 # The packed row-major bytes of a box: a contiguous buffer, or a function that makes an iterable
 # of buffers when the writer gets there.
@@ -76,6 +76,21 @@ class TensorSource:
         """Make a source of a whole tensor."""
         shape = tuple(shape)
         return TensorSource(dtype, shape, [(whole(shape), data)], **options)
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A leaf of the state that is a source, with hints of its own.
+
+    Two references to one source are a tied tensor, whatever their hints.
+
+    Attributes:
+        source: The tensor.
+        attributes: Hints stored with this reference, in place of the source's.
+    """
+
+    source: TensorSource
+    attributes: Mapping[str, Any]
 
 
 def iter_blocks(data: Data, nbytes: int, block_nbytes: int, name: str) -> Iterator[Buffer]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dsdformat.blocks import BlockReader, Request, Workers
@@ -38,6 +38,7 @@ class TensorTable:
 
     Attributes:
         storage, manifest, body, columns, decoded: What was opened and decoded.
+        verifies: Whether reads compare blocks with their digests, unless told.
         blocks, workers: What reads data.
     """
 
@@ -51,7 +52,7 @@ class TensorTable:
         check_pages: bool = False,
     ) -> None:
         self.storage = storage
-        self._verify = verify
+        self.verifies = verify
         self._closed = False
         self.manifest = ManifestFile(storage, expected_root=expected_root)
         with paused_gc():
@@ -127,20 +128,27 @@ class TensorTable:
             )
         view = _writable(into, box.numel * row.dtype.itemsize)
         if len(view):
-            wanted = self._verify if verify is None else verify
+            wanted = self.verifies if verify is None else verify
             self.blocks.read(Request(index, row, box, view), verify=wanted)
         return view
 
-    def read_all(self, into: Sequence[Any], verify: bool | None) -> None:
-        """Read all tensors; see `Checkpoint.read_all`."""
+    def read_all(self, into: Sequence[Any] | Mapping[int, Any], verify: bool | None) -> None:
+        """Read whole tensors; see `Checkpoint.read_all`."""
         self._check_open()
-        if len(into) != len(self):
+        if isinstance(into, Mapping):
+            wrong = [index for index in into if not 0 <= index < len(self)]
+            if wrong:
+                raise ArgumentError(f"there is no tensor {wrong[0]}", code="bad_argument")
+            items = sorted(into.items())
+        elif len(into) != len(self):
             raise ArgumentError(f"{len(into)} buffers for {len(self)} tensors", code="bad_argument")
+        else:
+            items = list(enumerate(into))
         with paused_gc():
-            requests = list(map(self._request, range(len(self)), into))
-        self.blocks.read_many(requests, verify=self._verify if verify is None else verify)
+            requests = [self._request(index, buffer) for index, buffer in items]
+        self.blocks.read_many(requests, verify=self.verifies if verify is None else verify)
 
-    def map(self, index: int) -> memoryview:
+    def map(self, index: int, *, writable: bool = False) -> memoryview:
         """Map a tensor; see `TensorEntry.map`."""
         self._check_open()
         row = self.row(index)
@@ -153,7 +161,7 @@ class TensorTable:
             )
         chunk = row.chunks[0]
         self.blocks.check_file(chunk.file)
-        view = self.storage.map(self.body.files[chunk.file].label)
+        view = self.storage.map(self.body.files[chunk.file].label, writable=writable)
         if view is None:
             raise ArgumentError(f"{self.storage.name} has no maps", code="cannot_map")
         return view[chunk.byte_offset : chunk.byte_offset + chunk.nbytes]

@@ -45,7 +45,7 @@ from dsdformat.parts import (
     needed_features,
     records_of,
 )
-from dsdformat.sources import Data, TensorSource
+from dsdformat.sources import Data, Reference, TensorSource
 from dsdformat.storage.base import Target
 from dsdformat.storage.target import JoinedTarget
 
@@ -184,17 +184,16 @@ class PartWriter:
         numbers: dict[int, int] = {}
 
         def leaf(value: Any, path: Sequence[Any]) -> Any:
-            if not isinstance(value, TensorSource):
+            if not isinstance(value, (TensorSource, Reference)):
                 value = NotImplemented if self._adapt is None else self._adapt(value, path)
-                if value is NotImplemented:
-                    return NotImplemented
-                if not isinstance(value, TensorSource):
+                if not isinstance(value, (TensorSource, Reference)):
                     return value
-            if id(value) not in numbers:
-                numbers[id(value)] = len(tensors)
-                self._sources.append(value)  # alive, so that no other source gets its id
-                tensors.append(self._plan_tensor(value, len(tensors), tuple(path)))
-            return TensorRef(numbers[id(value)], tuple(value.attributes.items()))
+            source = value.source if isinstance(value, Reference) else value
+            if id(source) not in numbers:
+                numbers[id(source)] = len(tensors)
+                self._sources.append(source)  # alive, so that no other source gets its id
+                tensors.append(self._plan_tensor(source, len(tensors), tuple(path)))
+            return TensorRef(numbers[id(source)], tuple(value.attributes.items()))
 
         return encode(self._state, leaf=leaf), tensors
 

@@ -33,8 +33,11 @@ class Storage(Protocol):
     def read_into(self, label: str, byte_offset: int, into: memoryview) -> int:
         """Fill `into` from a place in a file; return how many bytes there were."""
 
-    def map(self, label: str) -> memoryview | None:
-        """Return a read-only map of a file, or None if this storage has no maps."""
+    def map(self, label: str, *, writable: bool = False) -> memoryview | None:
+        """Return a map of a file, or None if this storage has no maps.
+
+        One that is writable is private: what is written to it never reaches the file.
+        """
 
     def close(self) -> None:
         """Release what is open; maps stay valid."""

@@ -74,10 +74,10 @@ class LocalStorage:
                 done += count
         return done
 
-    def map(self, label: str) -> memoryview | None:
-        """Return a read-only map of a file."""
+    def map(self, label: str, *, writable: bool = False) -> memoryview | None:
+        """Return a map of a file; one that is writable is copy-on-write."""
         with self._opened(label) as file, storage_errors(self._path / label):
-            return file.map()
+            return file.map(writable)
 
     def close(self) -> None:
         """Close all files; reads that are under way finish first."""
@@ -143,7 +143,7 @@ class _File:
         self.fd = fd
         self.users = 1
         self._lock = threading.Lock()
-        self._map: memoryview | None = None
+        self._maps: dict[bool, memoryview] = {}
 
     def read(self, byte_offset: int, into: memoryview) -> int:
         if hasattr(os, "preadv"):
@@ -154,14 +154,15 @@ class _File:
         into[: len(data)] = data
         return len(data)
 
-    def map(self) -> memoryview:
+    def map(self, writable: bool) -> memoryview:
         """Map the file once; all who ask share it, so that maps take one descriptor."""
         with self._lock:
-            if self._map is None:
+            if writable not in self._maps:
+                access = mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
                 empty = os.fstat(self.fd).st_size == 0
-                whole = b"" if empty else mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
-                self._map = memoryview(whole)
-            return self._map
+                whole = bytearray() if empty else mmap.mmap(self.fd, 0, access=access)
+                self._maps[writable] = memoryview(whole)
+            return self._maps[writable]
 
     def acquire(self) -> None:
         with self._lock:

@@ -38,9 +38,10 @@ class MemoryStorage:
         into[: len(piece)] = piece
         return len(piece)
 
-    def map(self, label: str) -> memoryview | None:
-        """Return a read-only view of a file."""
-        return memoryview(self._file(label)).toreadonly()
+    def map(self, label: str, *, writable: bool = False) -> memoryview | None:
+        """Return a read-only view of a file, or a copy of it that is writable."""
+        data = self._file(label)
+        return memoryview(bytearray(data)) if writable else memoryview(data).toreadonly()
 
     def close(self) -> None:
         """Do nothing: memory needs no closing."""
@@ -132,9 +133,9 @@ class CountingStorage:
         self.reads.append((label, byte_offset, len(into)))
         return self._inner.read_into(label, byte_offset, into)
 
-    def map(self, label: str) -> memoryview | None:
-        """Return a read-only map of a file, or None."""
-        return self._inner.map(label)
+    def map(self, label: str, *, writable: bool = False) -> memoryview | None:
+        """Return a map of a file, or None."""
+        return self._inner.map(label, writable=writable)
 
     def close(self) -> None:
         """Close the other storage."""

@@ -1,0 +1,173 @@
+"""The bytes of a strided tensor, on any device: views without a copy, and bounded copies.
+
+Tensors are moved as integers of their element's width, so that a copy never changes a bit and
+works for dtypes that torch cannot compute with.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dsdformat.boxes import Box
+from dsdformat.errors import UnsupportedValueError
+from dsdformat.limits import MIB
+
+__all__ = [
+    "Data",
+    "as_bits",
+    "box_view",
+    "bytes_of",
+    "data_of",
+    "empty",
+    "is_packed",
+    "memory_order",
+    "row_boxes",
+    "tensor_over",
+]
+
+Data = memoryview | Callable[[], Iterator[memoryview]]
+
+SLAB_NBYTES = 4 * MIB
+_CARRIERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a strided tensor as elements of the same width that torch can copy."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    carrier = torch.empty(0, dtype=_CARRIERS[tensor.element_size()], device=tensor.device)
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    return carrier.set_(storage, offset, tensor.shape, tensor.stride())
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's row-major bytes lie in host memory as they are."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a packed tensor; writes to it change the tensor."""
+    if sys.byteorder == "big":
+        raise UnsupportedValueError(
+            "tensors of big-endian machines are not supported", code="unsupported_dtype"
+        )
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(bytearray())
+    flat = torch.empty(0, dtype=torch.uint8)
+    start = tensor.storage_offset() * tensor.element_size()
+    array: Any = flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,)).numpy()
+    return memoryview(array)
+
+
+def data_of(tensor: torch.Tensor) -> Data:
+    """Return the row-major bytes of a tensor: its memory, or a function that packs slabs of it.
+
+    Memory: one slab of 4 MiB while the function's iterator is in use, where it is needed.
+    """
+    if is_packed(tensor):
+        return bytes_of(tensor)
+    return lambda: map(bytes_of, _packed_slabs(tensor))
+
+
+def _packed_slabs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    nbytes = tensor.numel() * tensor.element_size()
+    for box in row_boxes(tensor.shape, nbytes, SLAB_NBYTES):
+        yield as_bits(box_view(tensor, box)).cpu().contiguous()
+
+
+def box_view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the view of one box of a tensor."""
+    for dim, (start, length) in enumerate(zip(box.offset, box.shape, strict=True)):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def row_boxes(shape: Sequence[int], nbytes: int, slab_nbytes: int) -> Iterator[Box]:
+    """Cut a tensor into boxes of about a slab at most, in the order of its row-major bytes."""
+    offset = [0] * len(shape)
+    yield from _row_boxes(tuple(shape), nbytes, slab_nbytes, offset, 0)
+
+
+def _row_boxes(
+    shape: tuple[int, ...], nbytes: int, slab_nbytes: int, offset: list[int], dim: int
+) -> Iterator[Box]:
+    head = (1,) * dim
+    if nbytes <= slab_nbytes or dim == len(shape):
+        yield Box(tuple(offset), (*head, *shape[dim:]))
+        return
+    count = shape[dim]
+    rows = slab_nbytes * count // nbytes
+    if rows == 0:  # even one is too large
+        for row in range(count):
+            offset[dim] = row
+            yield from _row_boxes(shape, nbytes // count, slab_nbytes, offset, dim + 1)
+        offset[dim] = 0
+        return
+    for start in range(0, count, rows):
+        offset[dim] = start
+        yield Box(tuple(offset), (*head, min(rows, count - start), *shape[dim + 1 :]))
+    offset[dim] = 0
+
+
+def memory_order(tensor: torch.Tensor) -> list[int] | None:
+    """Return the order of the dims in memory, outermost first, of a dense permuted tensor.
+
+    None for one that is row-major, and for one that is not dense.
+    """
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim))
+    expected = 1
+    for dim in reversed(order):
+        if tensor.shape[dim] != 1 and strides[dim] != expected:
+            return None
+        expected *= tensor.shape[dim]
+    return order
+
+
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, device: Any = "cpu", order: Any = None
+) -> torch.Tensor:
+    """Allocate a tensor; its dims lie in memory in this order if one is given that fits."""
+    shape = tuple(shape)
+    fits = type(order) is list and set(map(type, order)) == {int}
+    fits = fits and sorted(order) == list(range(len(shape)))
+    carrier = _CARRIERS[dtype.itemsize]
+    raw = torch.empty(
+        [shape[dim] for dim in order] if fits else shape, dtype=carrier, device=device
+    )
+    if fits:
+        raw = raw.permute([order.index(dim) for dim in range(len(shape))])
+    return _retyped(raw, dtype)
+
+
+def tensor_over(view: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return the tensor of these packed bytes, which it shares and keeps alive."""
+    raw = torch.frombuffer(view, dtype=torch.uint8).view(_CARRIERS[dtype.itemsize])
+    return _retyped(raw.view(tuple(shape)), dtype)
+
+
+def _retyped(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """View elements as those of another dtype of the same width."""
+    if dtype == torch.complex32:  # torch warns where it makes one, and not where it views one
+        return raw.view(dtype)
+    typed = torch.empty(0, dtype=dtype, device=raw.device)
+    return typed.set_(raw.untyped_storage(), 0, raw.shape, raw.stride())

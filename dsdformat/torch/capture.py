@@ -1,0 +1,156 @@
+"""A state as plain nested values: every module, optimizer and stateful object by its state dict.
+
+The result shares memory with what was captured; nothing is copied, and nothing changed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsdformat.errors import MismatchError, UnsupportedValueError, shorten
+from dsdformat.format.paths import emit_name, render_path
+from dsdformat.format.values import encoded_key
+from dsdformat.limits import DEPTH_MAX
+from dsdformat.torch.compat import is_lazy
+from dsdformat.torch.fqn import canonical_name, named_tensors, unwrapped
+from dsdformat.torch.introspect import Kind, as_mapping, find_children, holds_leaves, kind_of
+from dsdformat.torch.names import Namer
+from dsdformat.torch.optim import capture_optimizers
+
+__all__ = ["capture", "module_entries"]
+
+Path = tuple[Any, ...]
+
+
+def capture(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with plain values in place of its objects.
+
+    Raises:
+        ArgumentError: `bad_argument`: not a mapping with string keys.
+        UnsupportedValueError: an optimizer without its module; tensors without data.
+        MismatchError: `state_conflict`: parts of one model or optimizer say different things.
+    """
+    state = as_mapping(state)
+    plain: dict[str, Any] = _Capture(Namer(state)).walk_items(dict(state), ())
+    _check_data(plain)
+    return plain
+
+
+def module_entries(module: nn.Module) -> list[tuple[str, str, Any]]:
+    """Return the module's state dict as (key, FQN, value) triples.
+
+    Parameters and buffers are the live objects, unless the module's own `state_dict` makes others.
+
+    Raises:
+        UnsupportedValueError: a lazy module without a shape; an unusable state dict.
+    """
+    module = unwrapped(module)
+    lazy = [name for name, tensor in named_tensors(module) if is_lazy(tensor)]
+    if lazy:
+        raise UnsupportedValueError(
+            f"{_listed(lazy)} of a lazy module have no shape yet",
+            hint="call the module once, so that it makes its parameters",
+        )
+    with torch.no_grad():
+        if type(module).state_dict is nn.Module.state_dict:
+            entries = module.state_dict(keep_vars=True)
+        else:  # may take no arguments
+            entries = module.state_dict()
+    if not isinstance(entries, Mapping) or any(type(key) is not str for key in entries):
+        raise UnsupportedValueError(
+            f"state_dict() of {type(module).__name__} is not a mapping with string keys: "
+            f"{shorten(entries)}"
+        )
+    return [(key, canonical_name(module, key), value) for key, value in entries.items()]
+
+
+class _Capture:
+    def __init__(self, namer: Namer) -> None:
+        self._namer = namer
+
+    def walk(self, value: Any, path: Path) -> Any:
+        kind = kind_of(value)
+        if kind is Kind.MODULE:
+            return self._modules([value], path)
+        if kind is Kind.MODULES:
+            return self._modules(value, path)
+        if kind is Kind.OPTIMIZER or kind is Kind.OPTIMIZERS:
+            parts = [value] if kind is Kind.OPTIMIZER else value
+            names = self._namer.names_of(parts, path)
+            return self.walk(capture_optimizers(parts, names, path), path)
+        if kind is Kind.STATEFUL:
+            stored = value.state_dict()
+            return stored if kind_of(stored) is Kind.STATEFUL else self.walk(stored, path)
+        if kind is Kind.OTHER and len(path) < DEPTH_MAX and holds_leaves(value):
+            return self._container(value, path)
+        return value
+
+    def walk_items(self, items: Mapping[Any, Any], path: Path) -> Any:
+        walked = {key: self.walk(value, (*path, key)) for key, value in items.items()}
+        if type(items) is defaultdict:
+            return defaultdict(items.default_factory, walked)
+        return OrderedDict(walked) if type(items) is OrderedDict else walked
+
+    def _container(self, value: Any, path: Path) -> Any:
+        if isinstance(value, Mapping):
+            return self.walk_items(value, path)
+        items = [self.walk(item, (*path, index)) for index, item in find_children(value) or ()]
+        return items if type(value) is list else tuple(items)
+
+    def _modules(self, modules: Sequence[nn.Module], path: Path) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for module in modules:
+            for name, value in _entries_at(module, path):
+                if name in result and result[name] is not value:
+                    raise MismatchError(
+                        f"{render_path([*path, name])}: two parts of the model have this name",
+                        code="state_conflict",
+                        hint="a list of modules is one model in parts; put several models into a "
+                        "dict, each with a name of its own",
+                    )
+                result[name] = self.walk(value, (*path, name))
+        return result
+
+
+def _entries_at(module: nn.Module, path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        entries = module_entries(module)
+    except UnsupportedValueError as error:
+        raise UnsupportedValueError(
+            f"{render_path(path)}: {error.message}",
+            path_in_tree=render_path(path),
+            hint=error.hint,
+        ) from None
+    return ((name, value) for _, name, value in entries)
+
+
+def _check_data(plain: Any) -> None:
+    """Refuse tensors on meta, all of them at once."""
+    meta = list(_meta_names(plain, ()))
+    if meta:
+        raise UnsupportedValueError(
+            f"{_listed(meta)} are on the meta device and have no data",
+            path_in_tree=render_path(()),
+            hint="materialize them first, as with to_empty(device=...) and the initialisation of "
+            "the model, or by loading a checkpoint",
+        )
+
+
+def _meta_names(value: Any, path: Path) -> Iterator[str]:
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            yield emit_name(path, encoded_key)
+        return
+    children = find_children(value) if len(path) < DEPTH_MAX else None
+    for key, item in children or ():
+        yield from _meta_names(item, (*path, key))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:10])
+    return shown + (f" and {len(names) - 10} more" if len(names) > 10 else "")

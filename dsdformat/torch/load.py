@@ -1,0 +1,228 @@
+"""Load a state: open, compare, check, read, put in place. Or build a model and load into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from dsdformat import folders
+from dsdformat.folders import PathLike
+from dsdformat.reader import Checkpoint
+from dsdformat.torch.builder import Builder, Form
+from dsdformat.torch.introspect import as_mapping
+from dsdformat.torch.loading import Loading
+from dsdformat.torch.moves import fill
+from dsdformat.torch.options import ByName, Device, LoadOptions, as_device
+from dsdformat.torch.recipes import RECIPES, build, find_recipe
+from dsdformat.torch.report import Loaded
+from dsdformat.torch.selection import Rename
+from dsdformat.torch.stored import (
+    Composite,
+    Path,
+    display,
+    find_items,
+    leaves,
+    pruned,
+    read_tree,
+    renamed,
+)
+
+__all__ = ["load", "load_model"]
+
+
+@overload
+def load(
+    path: PathLike,
+    state: None = None,
+    *,
+    strict: bool | Mapping[str, bool] = ...,
+    device: Device | ByName | None = ...,
+    dtype: torch.dtype | ByName | None = ...,
+    rename: Rename | None = ...,
+    select: str | Iterable[str] | None = ...,
+    mmap: bool = ...,
+    types: Iterable[type] = ...,
+    verify: bool = ...,
+    digest: str | None = ...,
+    threads: int | None = ...,
+) -> dict[str, Any]: ...
+
+
+@overload
+def load(
+    path: PathLike,
+    state: Mapping[str, Any],
+    *,
+    strict: bool | Mapping[str, bool] = ...,
+    device: Device | ByName | None = ...,
+    dtype: torch.dtype | ByName | None = ...,
+    rename: Rename | None = ...,
+    select: str | Iterable[str] | None = ...,
+    mmap: bool = ...,
+    types: Iterable[type] = ...,
+    verify: bool = ...,
+    digest: str | None = ...,
+    threads: int | None = ...,
+) -> Loaded: ...
+
+
+def load(  # noqa: PLR0913
+    path: PathLike,
+    state: Mapping[str, Any] | None = None,
+    *,
+    strict: bool | Mapping[str, bool] = True,
+    device: Device | ByName | None = None,
+    dtype: torch.dtype | ByName | None = None,
+    rename: Rename | None = None,
+    select: str | Iterable[str] | None = None,
+    mmap: bool = False,
+    types: Iterable[type] = (),
+    verify: bool = True,
+    digest: str | None = None,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint into modules, optimizers and tensors, or as a plain nested state.
+
+    With a state, everything is compared first: names, shapes, dtypes. Only then are tensors read,
+    into the memory that the state's own tensors have; parameters stay the objects that optimizers
+    and others hold, tied ones stay tied. Without one, new tensors are made.
+
+    Args:
+        path: The checkpoint's folder.
+        state: What to load into, in the form that `save` takes; plain values in it are not
+            changed, but returned anew. None for the plain nested state.
+        strict: Whether names that are missing or unexpected, and tensors that differ in shape or
+            dtype, are errors; else what fits is loaded. Of globs: a mapping to either.
+        device: Where new tensors are made, and parameters on the meta device materialized; the
+            CPU if None. One device, a mapping from globs to devices, or a function of the name.
+        dtype: The dtype that floating tensors may be, or are, converted to: one, a mapping from
+            globs, or a function of the name. Never applies to the state of optimizers.
+        rename: What entries of the checkpoint are called in the state: a mapping of names, pairs
+            of prefixes, or a function from a name to another or to None, which leaves it out.
+            Entries of optimizers follow the parameters they belong to.
+        select: Globs: the entries that are meant. Others are neither read nor wanted.
+        mmap: Whether new tensors are maps of the file instead of copies, where they are on the
+            CPU and stored raw in one piece. Copy-on-write: the file never changes.
+        types: Tensor subclasses that may be made, of those with `__tensor_flatten__`.
+        verify: Whether to compare data with its digests; also for maps, which are read once then.
+        digest: The root digest that the checkpoint must have.
+        threads: How many threads read; up to 8 if None.
+
+    Names are display names, as `dsd ls` prints them: `model/layers.0.weight`. In a glob, `*` also
+    matches `/`, and the name of a branch means all that is below it.
+
+    Returns:
+        With a state: a `Loaded`, the values that have no place in it, with a `report`.
+        Without: the nested state.
+
+    Raises:
+        MismatchError: `state_mismatch`, with a `report`; nothing was changed.
+        EntryNotFoundError: `select` or `rename` name nothing that is there.
+        UnsupportedValueError: a dtype that this torch lacks, or a type that is not in `types`.
+        FormatError: the checkpoint is damaged; see `dsdformat.open`. After `checksum_mismatch`,
+            tensors of the state may hold part of what was read.
+
+    Ranks: local.
+    Memory: new tensors, and one block per thread; 32 MiB more where tensors of the state are not
+    contiguous, not on the CPU or of another dtype.
+    """
+    options = LoadOptions.of(strict, device, dtype, rename, select, mmap, types)
+    template = None if state is None else as_mapping(state)
+    with folders.open(path, verify=verify, digest=digest, threads=threads) as checkpoint:
+        tree = renamed(read_tree(checkpoint), options.renames)
+        if not options.selection.everything:
+            options.selection.check_used([display(place) for place, _ in leaves(tree)])
+        if template is None:
+            return _load_plain(checkpoint, tree, options)
+        return Loading(checkpoint, tree, template, options).run()
+
+
+def load_model(
+    path: PathLike,
+    registry: Mapping[str, Callable[..., nn.Module]],
+    *,
+    name: str = "model",
+    device: Device | None = None,
+    dtype: torch.dtype | None = None,
+    mmap: bool = False,
+    verify: bool = True,
+    digest: str | None = None,
+    threads: int | None = None,
+) -> nn.Module:
+    """Build the model that a checkpoint has a recipe of, and load it.
+
+    The model is built on the meta device first, so that all names and shapes are compared before
+    there is any memory for it. If it has buffers that no checkpoint holds, it is built once more,
+    on the device, so that they have their values.
+
+    Args:
+        path: The checkpoint's folder, saved with `recipes`.
+        registry: What recipes' names mean: functions or classes that give modules. Nothing is
+            ever imported by a name from the file.
+        name: Root key of the model.
+        device: Where the model is made; the CPU if None.
+        dtype: What the model's floating parameters are converted to; as stored if None.
+        mmap, verify, digest, threads: As in `load`.
+
+    Returns:
+        The module, in training mode, as built.
+
+    Raises:
+        EntryNotFoundError: no such recipe, or the registry lacks its name.
+        MismatchError: `state_mismatch`: the built model is not the one that was saved.
+
+    Ranks: local.
+    Memory: the model, and one block per thread.
+    """
+    target = torch.device("cpu") if device is None else as_device(device)
+    options = LoadOptions.of(device=target, dtype=dtype, mmap=mmap)
+    with folders.open(path, verify=verify, digest=digest, threads=threads) as checkpoint:
+        tree = read_tree(checkpoint)
+        recipe = find_recipe(tree.get(RECIPES), name, str(path))
+        stored = {name: tree.get(name)}
+
+        def attempt(place: torch.device) -> tuple[nn.Module, Loading]:
+            with torch.random.fork_rng(devices=[]), place:
+                module = build(recipe, registry)
+            module = module if dtype is None else module.to(dtype)
+            return module, Loading(checkpoint, stored, {name: module}, options)
+
+        module, loading = attempt(torch.device("meta"))
+        if loading.plan.report.uninitialized:
+            loading.plan.report.uninitialized.clear()
+            loading.plan.report.check(options.strict)
+            module, loading = attempt(target)
+        loading.run()
+        return module
+
+
+def _load_plain(
+    checkpoint: Checkpoint, tree: dict[str, Any], options: LoadOptions
+) -> dict[str, Any]:
+    if not options.selection.everything:
+        tree = pruned(tree, options.selection)
+    kept = tuple(f"{display(path)}/" for path in _kept_dtypes(tree, ()))
+
+    def form(name: str) -> Form:
+        cast = None if name.startswith(kept) else options.dtype(name)
+        return Form(cast, options.device(name))
+
+    builder = Builder(checkpoint, mmap=options.mmap, types=options.types, form=form)
+    builder.need(tree)
+    fill(checkpoint, list(builder.moves()))
+    result: dict[str, Any] = builder.make(tree, ())
+    return result
+
+
+def _kept_dtypes(value: Any, path: Path) -> Iterable[Path]:
+    """List the branches in which nothing is cast: states of optimizers, parts of a tensor."""
+    if type(value) is Composite or (
+        isinstance(value, dict) and path and "state" in value and "param_groups" in value
+    ):
+        yield path
+        return
+    for key, item in find_items(value) or ():
+        yield from _kept_dtypes(item, (*path, key))

@@ -1,0 +1,109 @@
+"""Optimizer state by name: from live optimizers to the layout that is stored.
+
+The layout is `state.<fqn>.<name>` and `param_groups.<fqn of the first parameter>.<key>`; the
+latter is an OrderedDict in the order of the groups, in which a group without parameters is filed
+under its number. `params` of a group lists names. Entries of parameters that an optimizer keeps
+outside of its parameters go to `shared_state`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dsdformat.errors import MismatchError, UnsupportedValueError, shorten
+from dsdformat.format.paths import render_path
+from dsdformat.torch.names import ParamNames
+
+__all__ = ["GROUPS", "OWN_KEYS", "SHARED", "STATE", "capture_optimizers"]
+
+STATE, GROUPS, SHARED = "state", "param_groups", "shared_state"
+# What a group says of its parameters, which the live optimizer knows itself.
+OWN_KEYS = frozenset({"params", "param_names"})
+
+
+def capture_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], names: ParamNames, place: Sequence[Any]
+) -> dict[str, Any]:
+    """Return the state of one optimizer, or of several that work on parts of one model.
+
+    Calls `state_dict` and nothing else: no step, no gradients, no new state. Tensors in the
+    result are those of the optimizers.
+
+    Raises:
+        MismatchError: `state_conflict`: two optimizers hold one parameter, or one thing twice.
+    """
+    result: dict[str, Any] = {STATE: {}, GROUPS: OrderedDict()}
+    for optimizer in optimizers:
+        _Capture(optimizer, names, place, result).run()
+    return result
+
+
+class _Capture:
+    """Adds one optimizer to a result."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: ParamNames,
+        place: Sequence[Any],
+        result: dict[str, Any],
+    ) -> None:
+        self.names = names
+        self.place = place
+        self.result = result
+        self.live: list[dict[str, Any]] = optimizer.param_groups
+        self.raw: Mapping[str, Any] = optimizer.state_dict()
+        self.kind = type(optimizer).__name__
+
+    def run(self) -> None:
+        keys = self._add_groups()
+        for key, value in self.raw[STATE].items():
+            if key in keys:
+                if value != {}:  # an entry that was only touched holds nothing
+                    self._add((STATE, keys[key]), value)
+            else:
+                self._add((SHARED, key), value)
+        for key, value in self.raw.items():
+            if key not in (STATE, GROUPS):
+                self._add((key,), value)
+
+    def _add_groups(self) -> dict[Any, str]:
+        """File the groups; return the names of the keys that the entries of parameters have."""
+        groups = self.raw.get(GROUPS) if isinstance(self.raw, Mapping) else None
+        if not isinstance(groups, list) or not isinstance(self.raw.get(STATE), Mapping):
+            self._refuse()
+        assert groups is not None
+        if [len(group["params"]) for group in groups] != [len(g["params"]) for g in self.live]:
+            self._refuse()
+        keys: dict[Any, str] = {}
+        for number, (group, live) in enumerate(zip(groups, self.live, strict=True)):
+            fqns = [self.names.first(parameter) for parameter in live["params"]]
+            keys.update(zip(group["params"], fqns, strict=True))
+            stored = {key: value for key, value in group.items() if key not in OWN_KEYS}
+            self._add((GROUPS, fqns[0] if fqns else number), {"params": fqns, **stored})
+        return keys
+
+    def _add(self, path: tuple[Any, ...], value: Any) -> None:
+        node = self.result
+        for step in path[:-1]:
+            node = node.setdefault(step, {})
+        if path[-1] in node:
+            where = render_path([*self.place, *path])
+            raise MismatchError(
+                f"{where}: two optimizers hold this",
+                code="state_conflict",
+                hint="give optimizers that share parameters names of their own, in a dict",
+            )
+        node[path[-1]] = value
+
+    def _refuse(self) -> None:
+        raise UnsupportedValueError(
+            f"{render_path(self.place)}: state_dict() of this {self.kind} does not list the "
+            f"groups that it has: {shorten(self.raw)}",
+            path_in_tree=render_path(self.place),
+            hint="store its state_dict() as a plain value, in place of the optimizer",
+        )

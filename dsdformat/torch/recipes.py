@@ -1,0 +1,116 @@
+"""How to build a model again, as plain values: the name of a function and its arguments.
+
+The name means what the caller's registry says. Nothing is imported or looked up by it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from dsdformat.errors import ArgumentError, EntryNotFoundError, shorten
+
+__all__ = ["RECIPES", "Recipe", "build", "recipe_values"]
+
+# Root key of a state under which the recipes of its models are filed.
+RECIPES = "recipes"
+_NAME, _KWARGS = "name", "kwargs"
+
+
+class Recipe:
+    """What builds a model: a name in a registry, and keyword arguments.
+
+    Attributes:
+        name: Of the function or class, as registries of those who load will have it.
+        kwargs: Its keyword arguments: values of the format.
+
+    Example:
+        >>> Recipe("mlp", hidden=128, activation="gelu")
+        Recipe('mlp', hidden=128, activation='gelu')
+    """
+
+    def __init__(self, name: str, /, **kwargs: Any) -> None:
+        if type(name) is not str or not name:
+            raise ArgumentError(
+                f"a recipe's name is a string, got {shorten(name)}", code="bad_argument"
+            )
+        self.name = name
+        self.kwargs = kwargs
+
+    def __repr__(self) -> str:
+        words = [repr(self.name), *(f"{key}={value!r}" for key, value in self.kwargs.items())]
+        return f"Recipe({', '.join(words)})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Recipe):
+            return NotImplemented
+        return (self.name, self.kwargs) == (other.name, other.kwargs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def recipe_values(recipes: Mapping[str, Recipe], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain values that are stored.
+
+    Args:
+        recipes: For a root key of the state, the recipe of the model there.
+        state: The state.
+    """
+    if RECIPES in state:
+        raise ArgumentError(
+            f"the state has a key {RECIPES!r} of its own",
+            code="bad_argument",
+            hint="recipes are filed under this key; call yours something else",
+        )
+    for key, recipe in recipes.items():
+        if key not in state or not isinstance(recipe, Recipe):
+            raise ArgumentError(
+                f"recipes map keys of the state to Recipe, got {shorten(key)}: {shorten(recipe)}",
+                code="bad_argument",
+            )
+    return {key: {_NAME: one.name, _KWARGS: one.kwargs} for key, one in recipes.items()}
+
+
+def find_recipe(stored: Any, model: str, place: str) -> Recipe:
+    """Return the recipe of one model from what is stored under `recipes`."""
+    raw = stored.get(model) if isinstance(stored, Mapping) else None
+    if raw is None:
+        names = sorted(map(str, stored)) if isinstance(stored, Mapping) else []
+        raise EntryNotFoundError(
+            f"{place} has no recipe for {shorten(model)}",
+            name=model,
+            close_matches=names[:3],
+        )
+    name = raw.get(_NAME) if isinstance(raw, Mapping) else None
+    kwargs = raw.get(_KWARGS) if isinstance(raw, Mapping) else None
+    if type(name) is not str or type(kwargs) is not dict or any(type(k) is not str for k in kwargs):
+        raise ArgumentError(
+            f"{place}: what is stored as the recipe of {shorten(model)} is none: {shorten(raw)}",
+            code="bad_argument",
+        )
+    return Recipe(name, **kwargs)
+
+
+def build(recipe: Recipe, registry: Mapping[str, Callable[..., nn.Module]]) -> nn.Module:
+    """Call the registry's function of a recipe.
+
+    Raises:
+        EntryNotFoundError: the registry has no such name.
+        ArgumentError: what it has does not build a module.
+    """
+    if recipe.name not in registry:
+        raise EntryNotFoundError(
+            f"the registry has no {shorten(recipe.name)}; it has {shorten(sorted(registry))}",
+            name=recipe.name,
+            close_matches=difflib.get_close_matches(recipe.name, list(registry), n=3),
+        )
+    module = registry[recipe.name](**recipe.kwargs)
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(
+            f"the registry's {recipe.name} gave no module but {shorten(module)}",
+            code="bad_argument",
+        )
+    return module

@@ -1,0 +1,103 @@
+"""What the leaves of a plain state are to the writer: sources of bytes, ties, hints, constants."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dsdformat.errors import DependencyError, UnsupportedValueError
+from dsdformat.format.paths import render_path
+from dsdformat.format.values import Named
+from dsdformat.sources import Reference, TensorSource
+from dsdformat.torch.buffers import data_of, memory_order
+from dsdformat.torch.composites import find_kind, refusal, take_apart
+from dsdformat.torch.dtypes import find_named, logical_dtype
+from dsdformat.torch.introspect import is_array, local_tensor
+
+__all__ = ["COMPOSITE", "FLAVOUR", "NUMPY", "ORDER", "Adapter", "numpy_side"]
+
+# Attributes of references, as the spec lists them.
+FLAVOUR, ORDER = "flavour", "dim_order"
+NUMPY = "numpy"
+# Kind of the name before the components of a tensor that is not one strided block.
+COMPOSITE = "torch.composite"
+
+
+class Adapter:
+    """Turns what a state holds beside plain values into what the writer stores.
+
+    Tensors are tied that are the same memory in the same shape, order and dtype.
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[Any, TensorSource] = {}
+        self._alive: list[Any] = []  # so that nothing else gets the memory or id of a source
+
+    def __call__(self, value: Any, place: Sequence[Any]) -> Any:
+        """Return a reference to a source, a value of the format, or NotImplemented."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, place)
+        if is_array(value):
+            return self._array(value, place)
+        named = find_named(value)
+        if named is not None:
+            return named
+        return numpy_side().value_of(value, place) if "numpy" in sys.modules else NotImplemented
+
+    def _tensor(self, tensor: torch.Tensor, place: Sequence[Any]) -> Any:
+        self._alive.append(tensor)
+        reason = refusal(tensor)
+        if reason is not None:
+            raise UnsupportedValueError(
+                f"{render_path(place)}: {reason}", path_in_tree=render_path(place)
+            )
+        kind = find_kind(tensor)
+        if kind is not None:
+            return (Named(COMPOSITE, kind), take_apart(tensor, place))
+        local = local_tensor(tensor, place)
+        name = logical_dtype(local.dtype)
+        if name is None:
+            raise UnsupportedValueError(
+                f"{render_path(place)}: the dtype {local.dtype} cannot be stored",
+                code="unsupported_dtype",
+                path_in_tree=render_path(place),
+                hint="view it as a dtype of the same width first",
+            )
+        order = memory_order(local)
+        address = local.data_ptr() if local.numel() else id(tensor)
+        strides = tuple(step * local.element_size() for step in local.stride())
+        identity = (address, str(local.device), tuple(local.shape), strides, name)
+        flags = (local.is_conj(), local.is_neg())
+        source = self._sources.get((*identity, *flags))
+        if source is None:
+            source = TensorSource.of(name, tuple(local.shape), data_of(local))
+            self._sources[*identity, *flags] = source
+            self._alive.append(local)
+        return Reference(source, {} if order is None else {ORDER: order})
+
+    def _array(self, array: Any, place: Sequence[Any]) -> Any:
+        source = numpy_side().source_of(array, place)
+        address = array.__array_interface__["data"][0] if array.size else id(array)
+        identity = (address, "cpu", source.shape, array.strides, source.dtype, False, False)
+        self._alive.append(array)
+        return Reference(self._sources.setdefault(identity, source), {FLAVOUR: NUMPY})
+
+
+def numpy_side() -> Any:
+    """Import the side that knows arrays, and the scalars and dtypes of numpy.
+
+    Raises:
+        DependencyError: numpy or ml_dtypes is not installed.
+    """
+    try:
+        from dsdformat import numpy
+    except ImportError as error:
+        raise DependencyError(
+            f"numpy arrays and scalars need {error.name}",
+            code="missing_dependency",
+            hint="pip install 'dsdformat[numpy]'",
+        ) from error
+    return numpy

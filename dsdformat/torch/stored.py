@@ -1,0 +1,242 @@
+"""The tree of a checkpoint as `load` walks it: tensors that are not read yet among plain values."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsdformat.entries import TensorEntry
+from dsdformat.errors import ArgumentError, shorten
+from dsdformat.format.decoding import Hooks
+from dsdformat.format.paths import emit_name
+from dsdformat.format.values import Named, Scalar, Size, TensorRef, encoded_key
+from dsdformat.reader import Checkpoint
+from dsdformat.torch.dtypes import find_value
+from dsdformat.torch.selection import Renames, Selection
+from dsdformat.torch.sources import COMPOSITE, FLAVOUR, NUMPY, numpy_side
+
+__all__ = [
+    "Composite",
+    "Path",
+    "Stored",
+    "as_tensor",
+    "display",
+    "find_items",
+    "is_numpy",
+    "leaves",
+    "pruned",
+    "read_tree",
+    "rebuilt",
+    "renamed",
+    "unescaped",
+]
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A reference to a tensor of the checkpoint.
+
+    Attributes:
+        entry: The tensor.
+        attributes: The hints of this reference.
+        name: Display name of the tensor.
+    """
+
+    entry: TensorEntry
+    attributes: Mapping[str, Any]
+    name: str
+
+    @property
+    def index(self) -> int:
+        """The tensor's number: equal for tied names."""
+        return self.entry.index
+
+    def __str__(self) -> str:
+        return f"{self.entry.dtype} {list(self.entry.shape)}"
+
+
+@dataclass(frozen=True)
+class Composite:
+    """A tensor that is stored by its components.
+
+    Attributes:
+        kind: As `composites.find_kind` says.
+        parts: The components: values, `Stored` and `Composite`.
+    """
+
+    kind: str
+    parts: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"a tensor of kind {self.kind.removeprefix('torch.')}"
+
+
+def read_tree(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the nested state, with a `Stored` at each tensor and a `Composite` at others."""
+    entries = list(checkpoint)
+    names = [entry.name for entry in entries]
+
+    def tensor(ref: TensorRef) -> Stored:
+        return Stored(entries[ref.index], dict(ref.attributes), names[ref.index])
+
+    raw: dict[str, Any] = checkpoint.tree(
+        Hooks(named=_named, scalar=_scalar, size=_size, tensor=tensor)
+    )
+    return _composed(raw) if _has_composites(raw) else raw
+
+
+def _named(value: Named) -> Any:
+    found = find_value(value)
+    return numpy_side().named_of(value) if found is value and "numpy" in value.kind else found
+
+
+def _scalar(value: Scalar) -> Any:
+    return numpy_side().scalar_of(value)
+
+
+def _size(value: Size) -> torch.Size:
+    return torch.Size(value)
+
+
+def _is_composite(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) == 2
+        and type(value[0]) is Named
+        and value[0].kind == COMPOSITE
+        and type(value[1]) is dict
+    )
+
+
+def _has_composites(value: Any) -> bool:
+    return _is_composite(value) or any(_has_composites(item) for _, item in find_items(value) or ())
+
+
+def _composed(value: Any) -> Any:
+    if _is_composite(value):
+        return Composite(value[0].name, _composed(value[1]))
+    items = find_items(value)
+    return (
+        value if items is None else rebuilt(value, [(key, _composed(item)) for key, item in items])
+    )
+
+
+def find_items(value: Any) -> list[tuple[Any, Any]] | None:
+    """List keys and children of a container that may hold tensors; None for anything else."""
+    if type(value) in (dict, OrderedDict, defaultdict):
+        return list(value.items())
+    if type(value) in (list, tuple, deque):
+        return list(enumerate(value))
+    return list(value.parts.items()) if type(value) is Composite else None
+
+
+def rebuilt(like: Any, items: list[tuple[Any, Any]]) -> Any:
+    """Make a container of the same type with other children."""
+    kind = type(like)
+    if kind is Composite:
+        return Composite(like.kind, dict(items))
+    if kind is defaultdict:
+        return defaultdict(like.default_factory, items)
+    if kind is deque:
+        return deque((item for _, item in items), like.maxlen)
+    if kind in (list, tuple):
+        return kind(item for _, item in items)
+    return kind(items)
+
+
+def display(path: Path) -> str:
+    """Return the display name of a path."""
+    return emit_name(path, encoded_key)
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """List tensors and values with their paths. An empty container is a leaf."""
+    items = None if type(value) is Composite else find_items(value)
+    if not items:
+        yield path, value
+        return
+    for key, item in items:
+        yield from leaves(item, (*path, key))
+
+
+def renamed(tree: dict[str, Any], renames: Renames) -> dict[str, Any]:
+    """Return the tree with its entries under other names.
+
+    Only dicts with string keys have names that can change; what lies in a list goes with it.
+
+    Raises:
+        ArgumentError: two entries would have one name.
+        EntryNotFoundError: a name to be replaced is not there.
+    """
+    if not renames:
+        return tree
+    result: dict[str, Any] = {}
+    names = []
+    for path, kinds, value in _named_leaves(tree, (), ()):
+        name = display(path)
+        names.append(name)
+        wanted = renames.name(name)
+        if wanted is None:
+            continue
+        steps = path if wanted == name else tuple(map(unescaped, wanted.split("/")))
+        node: Any = result
+        for depth, step in enumerate(steps[:-1]):
+            kind = kinds[depth + 1] if depth + 1 < len(kinds) else dict
+            node = node.setdefault(step, kind()) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or steps[-1] in node:
+            raise ArgumentError(
+                f"rename: {shorten(wanted)} is the name of two entries, of which one was {name}",
+                code="bad_argument",
+            )
+        node[steps[-1]] = value
+    renames.check_used(names)
+    return result
+
+
+def _named_leaves(
+    value: Any, path: Path, kinds: tuple[type, ...]
+) -> Iterator[tuple[Path, tuple[type, ...], Any]]:
+    """List what lies below dicts of string keys, with the types of the dicts on the way."""
+    if type(value) in (dict, OrderedDict) and value and all(type(key) is str for key in value):
+        for key, item in value.items():
+            yield from _named_leaves(item, (*path, key), (*kinds, type(value)))
+    else:
+        yield path, kinds, value
+
+
+def unescaped(part: str) -> str:
+    """Return the key whose display name this is."""
+    return part.replace("%2F", "/").replace("%40", "@").replace("%25", "%")
+
+
+def pruned(tree: dict[str, Any], selection: Selection) -> dict[str, Any]:
+    """Return the part of a tree that is selected. A list is kept whole, or not at all."""
+    kept = _pruned(tree, (), selection)
+    return {} if kept is _ABSENT else kept
+
+
+_ABSENT = object()
+
+
+def _pruned(value: Any, path: Path, selection: Selection) -> Any:
+    if type(value) in (dict, OrderedDict) and value:
+        children = [(key, _pruned(item, (*path, key), selection)) for key, item in value.items()]
+        kept = [(key, item) for key, item in children if item is not _ABSENT]
+        return type(value)(kept) if kept else _ABSENT
+    return value if any(display(one) in selection for one, _ in leaves(value, path)) else _ABSENT
+
+
+def as_tensor(stored: Stored) -> Stored:
+    """Return a reference to the same tensor, to be made a tensor and not an array."""
+    return Stored(stored.entry, {}, stored.name)
+
+
+def is_numpy(stored: Stored) -> bool:
+    """Whether the tensor was a numpy array."""
+    return stored.attributes.get(FLAVOUR) == NUMPY
