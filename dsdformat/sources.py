@@ -138,6 +138,8 @@ def _bytes_view(data: Any, name: str) -> memoryview:
         ) from None
     if not view.c_contiguous:
         raise ArgumentError(f"{name}: the buffer is not contiguous", code="bad_argument")
+    if view.ndim == 1 and view.format == "B":
+        return view
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 

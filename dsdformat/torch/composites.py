@@ -304,24 +304,29 @@ def _sparse(kind: str, parts: Parts) -> torch.Tensor:
             parts["indices"], values, size, is_coalesced=coalesced, **options
         )
     compressed, others = (parts[name] for name in _COMPRESSED[layout])
-    _check_bounds(compressed, others)
-    blocks = values.shape[compressed.dim() :][:2]
-    if layout in (torch.sparse_bsr, torch.sparse_bsc) and 0 in blocks:
-        raise _Fault(f"values: {list(blocks)} is no shape of a block")  # torch divides by these
+    _check_bounds(_COMPRESSED[layout][0], compressed, others)
+    _check_blocks(layout, compressed.dim(), values.shape, size)
     return torch.sparse_compressed_tensor(
         compressed, others, values, size, layout=layout, **options
     )
 
 
-def _check_bounds(bounds: torch.Tensor, indices: torch.Tensor) -> None:
-    """Check that each row lies within the indices: torch looks there before it has checked."""
-    if bounds.dim() == 0 or indices.dim() == 0 or bounds.shape[-1] == 0:
-        raise _Fault("expected indices in rows")
+# torch trusts what these two check, even if told to check: it would read or divide out of bounds.
+
+
+def _check_bounds(name: str, bounds: torch.Tensor, indices: torch.Tensor) -> None:
+    if 0 in (bounds.dim(), indices.dim()) or bounds.shape[-1] == 0:
+        raise _Fault(f"{name}: expected rows, got shape {list(bounds.shape)}")
     end = indices.shape[-1]
-    if bounds.is_meta:
-        return
-    if bool(((bounds < 0) | (bounds > end)).any()) or bool((bounds.diff() < 0).any()):
-        raise _Fault(f"the bounds of rows do not ascend from 0 to {end}")
+    outside = (bounds < 0) | (bounds > end)
+    if not bounds.is_meta and (bool(outside.any()) or bool((bounds.diff() < 0).any())):
+        raise _Fault(f"{name}: expected ascending numbers from 0 to {end}")
+
+
+def _check_blocks(layout: torch.layout, start: int, shape: torch.Size, size: torch.Size) -> None:
+    end = start + (2 if layout in (torch.sparse_bsr, torch.sparse_bsc) else 0)
+    if 0 in shape[start:end] or shape[end:] != size[start + 1 :]:
+        raise _Fault(f"values: a tensor of size {list(size)} has none of shape {list(shape)}")
 
 
 # Nested tensors.
@@ -433,13 +438,11 @@ def _take_subclass(tensor: torch.Tensor) -> dict[str, Any]:
         raise _Fault(f"its size is not known: {shorten(size)}")
     if tensor.layout is torch.strided:  # as packed as its components will be
         stride = torch.empty_like(torch.empty_strided(size, stride, device="meta")).stride()
-    # Components that are one tensor stay one.
-    plain = {
-        id(inner): inner.detach() if inner.requires_grad else inner for inner in tensors.values()
-    }
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = {id(one): one.detach() if one.requires_grad else one for one in tensors.values()}
     return {
         "type": type_name(type(tensor)),
-        "tensors": {name: plain[id(inner)] for name, inner in tensors.items()},
+        "tensors": {name: plain[id(one)] for name, one in tensors.items()},  # ties stay
         "context": context,
         "size": size,
         "stride": stride,

@@ -1,0 +1,60 @@
+"""The process of one repetition: takes a job as JSON in its only argument, leaves a row in a file.
+
+Started by `runs.py`; nothing else imports torch or a contender.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.case import Scene
+from bench.cases import find_case
+from bench.measure import measure, prepare
+
+__all__ = ["Job"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a child does.
+
+    Attributes:
+        folder: Empty, and the child's own.
+        fixture: Where the contender's fixture is, or is to be.
+        prepares: Whether to write the fixture, rather than measure.
+        result: File for the row.
+    """
+
+    case: str
+    contender: str
+    size: float
+    folder: str
+    fixture: str
+    prepares: bool
+    result: str
+
+    def to_json(self) -> str:
+        """Return the job as an argument."""
+        return json.dumps(asdict(self))
+
+
+def main() -> None:
+    """Do the job."""
+    warnings.simplefilter("ignore")
+    job = Job(**json.loads(sys.argv[1]))
+    case = find_case(job.case)
+    contender = case.contender(job.contender)
+    scene = Scene(job.size, Path(job.folder), Path(job.fixture))
+    if job.prepares:
+        prepare(contender, scene)
+    else:
+        row = measure(case, contender, scene)
+        Path(job.result).write_text(json.dumps(row.to_dict()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The command line of the bench program."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import bench
+from bench.case import Case, Contender
+from bench.cases import CASES, choose_cases
+from bench.machine import describe
+from bench.rows import Row
+from bench.runs import Run
+from bench.tables import case_section, machine_section
+
+__all__ = ["main"]
+
+Chosen = list[tuple[Case, list[Contender]]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for; return an exit code: 1 if a contender failed, 2 for wrong usage."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.list:
+        print(listing())
+        return 0
+    if not hasattr(os, "posix_fadvise") or not Path("/proc/self/clear_refs").exists():
+        parser.error("this needs Linux: peaks of memory are read from /proc")
+    try:
+        chosen = choose(options.cases, options.only)
+    except LookupError as error:
+        parser.error(str(error.args[0]))
+    folder = Path(options.folder)
+    if not folder.is_dir():
+        parser.error(f"{folder} is not a folder")
+    with tempfile.TemporaryDirectory(prefix="dsd-bench-", dir=folder) as place:
+        return report(chosen, Run(Path(place), options.size, options.n, tell), options.json)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Describe the arguments."""
+    parser = argparse.ArgumentParser(prog="bench", description=bench.__doc__)
+    parser.add_argument("cases", nargs="*", help="names of cases, or their beginnings; all if none")
+    parser.add_argument("--list", action="store_true", help="list cases and contenders")
+    parser.add_argument(
+        "--only", metavar="NAME,...", help="contenders by their beginnings; the baseline stays"
+    )
+    parser.add_argument("-n", type=positive_int, default=5, help="repetitions (default 5)")
+    parser.add_argument(
+        "--size", type=positive_float, default=1.0, help="scale of the states (default 1)"
+    )
+    parser.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="on the file system to measure"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write every row to a file")
+    return parser
+
+
+def choose(names: Sequence[str], only: str | None) -> Chosen:
+    """Choose cases by name, and of their contenders those that are asked for."""
+    wanted = tuple(only.split(",")) if only else ("",)
+    chosen = [
+        (
+            case,
+            [
+                one
+                for one in case.contenders
+                if one.name == case.baseline or one.name.startswith(wanted)
+            ],
+        )
+        for case in choose_cases(names)
+    ]
+    if not any(one.name.startswith(wanted) for _, contenders in chosen for one in contenders):
+        raise LookupError(f"no contender of these cases begins with {only}")
+    return chosen
+
+
+def report(chosen: Chosen, run: Run, json_path: str | None) -> int:
+    """Run the cases; print a table as soon as its case is done."""
+    machine = describe(run.folder)
+    print(machine_section(machine, run.size))
+    rows: list[Row] = []
+    for case, contenders in chosen:
+        found = list(run.rows(case, contenders))
+        print("\n" + case_section(case, found), flush=True)
+        rows += found
+    if json_path is not None:
+        document = {"machine": machine, "size": run.size, "rows": [row.to_dict() for row in rows]}
+        Path(json_path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(row.error for row in rows) else 0
+
+
+def listing() -> str:
+    """List cases and contenders."""
+    lines = []
+    for case in CASES:
+        lines.append(f"{case.name}: {case.title}")
+        for contender in case.contenders:
+            missing = contender.missing()
+            lines.append(f"    {contender.name}" + (f" (needs {missing[0]})" if missing else ""))
+    return "\n".join(lines)
+
+
+def tell(line: str) -> None:
+    """Tell of progress, apart from the tables."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def positive_int(text: str) -> int:
+    """Parse a count."""
+    if (value := int(text)) < 1:
+        raise ValueError(text)
+    return value
+
+
+def positive_float(text: str) -> float:
+    """Parse a scale."""
+    if not 0 < (value := float(text)) < float("inf"):
+        raise ValueError(text)
+    return value
