@@ -305,6 +305,7 @@ CODES: dict[str, type[DsdError]] = {
     "already_exists": StorageError, "not_replaceable": StorageError,
     "io_error": StorageError,
     "missing_dependency": DependencyError,
+    "rank_failed": DistributedError, "ranks_disagree": RankDisagreementError,
 }
 # fmt: on
 

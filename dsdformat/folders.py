@@ -82,7 +82,8 @@ def create(
         metadata: `__metadata__` of the data files; `{"format": "pt"}` if None.
         threads: How many threads hash and write; up to 8 if None.
         adapt: Called for a value of a type that the format does not have, with its path; gives
-            a `TensorSource`, a `Reference` to one, or a value that it has, or NotImplemented to refuse it.
+            a `TensorSource`, a `Reference` to one, a value that it has, or NotImplemented to
+            refuse it.
 
     Raises:
         StorageError: `already_exists`, `not_replaceable` or `io_error`.

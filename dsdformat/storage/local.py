@@ -160,7 +160,8 @@ class _File:
             if writable not in self._maps:
                 access = mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
                 empty = os.fstat(self.fd).st_size == 0
-                whole = bytearray() if empty else mmap.mmap(self.fd, 0, access=access)
+                nothing = bytearray() if writable else b""
+                whole = nothing if empty else mmap.mmap(self.fd, 0, access=access)
                 self._maps[writable] = memoryview(whole)
             return self._maps[writable]
 

@@ -5,6 +5,7 @@ Tensors of one number are one tensor, so that tied names stay tied.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,7 @@ class Builder:
         self._checkpoint = checkpoint
         self._mmap = mmap
         self._types = types
-        self._form = form
+        self._form = functools.cache(form)  # a caller's function is asked once for each name
         self._needed: dict[tuple[int, Form], Stored] = {}
         self._made: dict[tuple[int, Form], torch.Tensor] = {}
 

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["find_wrapped", "has_load_hooks", "is_lazy"]
+__all__ = [
+    "coo_components",
+    "find_wrapped",
+    "has_load_hooks",
+    "is_lazy",
+    "known_seqlens",
+    "plain_functions",
+]
 
 # Module, class, and the name under which the class registers the module that it wraps.
 _WRAPPERS = (
@@ -63,3 +71,19 @@ def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
     hooks: list[Any] = [getattr(optimizer, name, None) for name in names]
     return any(hooks)
+
+
+def plain_functions() -> AbstractContextManager[Any]:
+    """Return a context in which functions of torch see tensor subclasses as plain tensors."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def coo_components(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and values of a sparse COO tensor; the public ones want a coalesced one."""
+    return tensor._indices(), tensor._values()
+
+
+def known_seqlens(tensor: Any) -> tuple[int | None, int | None]:
+    """Return the least and greatest length of a jagged tensor's rows where they are known."""
+    return tensor._maybe_min_seqlen, tensor._maybe_max_seqlen

@@ -22,6 +22,7 @@ from dsdformat.errors import MismatchError, UnsupportedValueError, shorten
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import find_key_fault
 from dsdformat.limits import DEPTH_MAX
+from dsdformat.torch.compat import coo_components, known_seqlens, plain_functions
 
 __all__ = ["find_kind", "inner_tensors", "put_together", "refusal", "take_apart", "type_name"]
 
@@ -68,7 +69,7 @@ class _Fault(Exception):  # noqa: N818 -- never leaves this module
 
 def find_kind(tensor: torch.Tensor) -> str | None:
     """Name how a tensor is composed, or return None for one strided block (or a DTensor)."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         if tensor.is_nested:
             return "torch.jagged" if tensor.layout is torch.jagged else "torch.nested"
         if _is_flattenable(tensor):
@@ -87,7 +88,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
     Meta tensors and uninitialized parameters are judged elsewhere. A subclass that has no
     `__torch_dispatch__` of its own is a plain tensor.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         if not _is_flattenable(tensor) and _dispatches(type(tensor)):
             return (
                 f"a tensor of type {type_name(type(tensor))} cannot be stored: store the plain "
@@ -275,12 +276,11 @@ def _describe(value: Any) -> str:
 
 
 def _take_sparse(tensor: torch.Tensor) -> dict[str, Any]:
-    with torch._C.DisableTorchFunctionSubclass():  # else subclasses of Tensor make more of them
+    with plain_functions():  # else subclasses of Tensor make more of them
         plain = tensor.detach()
         parts: dict[str, Any] = {"size": plain.size()}
         if plain.layout is torch.sparse_coo:
-            # indices() and values() exist for coalesced tensors only
-            parts |= {"indices": plain._indices(), "values": plain._values()}
+            parts["indices"], parts["values"] = coo_components(plain)
             parts["coalesced"] = plain.is_coalesced()
         else:
             names = (*_COMPRESSED[plain.layout], "values")
@@ -338,9 +338,8 @@ def _take_jagged(tensor: Any) -> dict[str, Any]:
         "offsets": tensor.offsets(),
         "jagged_dim": [isinstance(n, torch.SymInt) for n in tensor.shape].index(True),
         "lengths": tensor.lengths(),
-        "min_seqlen": tensor._maybe_min_seqlen,  # known, or None: nothing is computed
-        "max_seqlen": tensor._maybe_max_seqlen,
     }
+    parts["min_seqlen"], parts["max_seqlen"] = known_seqlens(tensor)
     parts = {name: value for name, value in parts.items() if value is not None}
     _check_jagged(parts)
     return parts
@@ -382,7 +381,7 @@ def _check_rows(parts: Parts, offsets: torch.Tensor, lengths: torch.Tensor | Non
 
 
 def _take_nested(tensor: torch.Tensor) -> dict[str, Any]:
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         tensors = list(tensor.detach().unbind())
     if not tensors:
         raise _Fault("it holds no tensors", "leave it out, or store an empty list")
@@ -438,7 +437,7 @@ def _take_subclass(tensor: torch.Tensor) -> dict[str, Any]:
         raise _Fault(f"its size is not known: {shorten(size)}")
     if tensor.layout is torch.strided:  # as packed as its components will be
         stride = torch.empty_like(torch.empty_strided(size, stride, device="meta")).stride()
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         plain = {id(one): one.detach() if one.requires_grad else one for one in tensors.values()}
     return {
         "type": type_name(type(tensor)),

@@ -92,8 +92,10 @@ def load(  # noqa: PLR0913
 
     Args:
         path: The checkpoint's folder.
-        state: What to load into, in the form that `save` takes; plain values in it are not
-            changed, but returned anew. None for the plain nested state.
+        state: What to load into, in the form that `save` takes. Plain values in it are not
+            changed: what is stored in their place is returned, whatever it is; so
+            `{"rng": None}` asks for all that is stored under `rng`. None for the plain nested
+            state.
         strict: Whether names that are missing or unexpected, and tensors that differ in shape or
             dtype, are errors; else what fits is loaded. Of globs: a mapping to either.
         device: Where new tensors are made, and parameters on the meta device materialized; the

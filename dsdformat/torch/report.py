@@ -133,6 +133,12 @@ class LoadReport:
             return "pass dtype=... to convert tensors of a model while loading"
         if self.missing and self.unexpected:
             return "pass rename=... if names have changed, or strict=False to load what fits"
+        if self.unexpected and not self.mismatched:
+            root = self.unexpected[0].split("/", 1)[0]
+            return (
+                f"name what you want back, as in {{{root!r}: None}}, or leave it out with "
+                "select=... or strict=False"
+            )
         return "pass strict=False to load what fits"
 
 

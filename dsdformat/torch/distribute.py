@@ -1,0 +1,55 @@
+"""Cut whole tensors, which each rank has, to the shards of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from dsdformat.errors import MismatchError
+from dsdformat.torch.buffers import as_bits, box_view
+from dsdformat.torch.sharding import is_dtensor, local_of, sharding_of
+
+__all__ = ["distribute"]
+
+
+def distribute(whole: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+    """Copy whole tensors into DTensors and other tensors of the same names.
+
+    Args:
+        whole: On each rank the same; tensors of any dtype, which is converted as `copy_` does.
+        into: What is filled; each name is in `whole`, with the same global shape.
+
+    Raises:
+        MismatchError: `state_mismatch`: shapes differ; nothing was changed.
+
+    Ranks: local.
+    Memory: none.
+    """
+    for name, target in into.items():
+        if tuple(whole[name].shape) != tuple(target.shape):
+            raise MismatchError(
+                f"{name}: shape {list(whole[name].shape)} given, {list(target.shape)} wanted",
+                code="state_mismatch",
+            )
+    for name, target in into.items():
+        fill_shard(whole[name], target)
+
+
+def fill_shard(whole: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy what this rank holds of a whole tensor into a tensor or DTensor."""
+    if not is_dtensor(target):
+        _copy(target.detach(), whole.detach())
+        return
+    sharding, shard = sharding_of(target), local_of(target)
+    position = target.device_mesh.get_rank()  # type: ignore[attr-defined]
+    if position in sharding.ranks:
+        for outer, inner in sharding.boxes(sharding.ranks.index(position)):
+            _copy(box_view(shard, inner), box_view(whole.detach(), outer))
+
+
+def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
+    if into.dtype == source.dtype and into.layout == source.layout == torch.strided:
+        as_bits(into).copy_(as_bits(source))
+    else:
+        into.copy_(source)
