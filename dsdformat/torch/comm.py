@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import distributed
@@ -40,14 +40,15 @@ class Comm:
         device: Where tensors are that the group's backend moves.
     """
 
-    _groups: dict[tuple[int, ...], Any] = {}
+    _groups: ClassVar[dict[tuple[tuple[int, ...], int], Any]] = {}
 
     def __init__(self, group: Any = None) -> None:
         """Use a process group, the default one if None, or no group where there is none."""
         self._group = group
         self.device = torch.device("cpu")
         if not is_distributed():
-            self.rank, self.world_size, self.ranks = 0, 1, (0,)
+            self.rank, self.world_size = 0, 1
+            self.ranks: tuple[int, ...] = (0,)
             return
         self.rank = distributed.get_rank(group)
         self.world_size = distributed.get_world_size(group)

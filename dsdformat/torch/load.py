@@ -69,6 +69,7 @@ def load(
 ) -> Loaded: ...
 
 
+# long: the options and their documentation
 def load(  # noqa: PLR0913
     path: PathLike,
     state: Mapping[str, Any] | None = None,

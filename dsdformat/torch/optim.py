@@ -80,11 +80,12 @@ class _Capture:
         if [len(group["params"]) for group in groups] != [len(g["params"]) for g in self.live]:
             self._refuse()
         keys: dict[Any, str] = {}
-        for number, (group, live) in enumerate(zip(groups, self.live, strict=True)):
+        for group, live in zip(groups, self.live, strict=True):
             fqns = [self.names.first(parameter) for parameter in live["params"]]
             keys.update(zip(group["params"], fqns, strict=True))
             stored = {key: value for key, value in group.items() if key not in OWN_KEYS}
-            self._add((GROUPS, fqns[0] if fqns else number), {"params": fqns, **stored})
+            key = fqns[0] if fqns else len(self.result[GROUPS])
+            self._add((GROUPS, key), {"params": fqns, **stored})
         return keys
 
     def _add(self, path: tuple[Any, ...], value: Any) -> None:
