@@ -23,6 +23,8 @@ from dsdformat.torch.stored import Composite, Path, Stored, display, find_items,
 __all__ = ["place_optimizers"]
 
 Maker = Callable[[], Any]
+# From a value, what is there already or None, the path, a device and a parameter or None.
+Fit = Callable[[Any, Any, Path, torch.device | None, torch.Tensor | None], Maker]
 
 
 def place_optimizers(
@@ -31,7 +33,8 @@ def place_optimizers(
     names: ParamNames,
     stored: Any,
     path: Path,
-    renamed: Callable[[str], str | None],
+    renamed: Callable[[str], str | None] = str,
+    fit: Fit | None = None,
 ) -> None:
     """Plan to load one optimizer, or several that work on parts of one model.
 
@@ -42,6 +45,7 @@ def place_optimizers(
         stored: What the checkpoint has.
         path: Where it lies.
         renamed: What a stored FQN is called now, or None if it is left out.
+        fit: Plans where one value goes; values are read from a file if None.
     """
     if not (
         isinstance(stored, dict)
@@ -53,7 +57,7 @@ def place_optimizers(
         hint = "the state of an optimizer by names of parameters"
         plan.mismatch(display(path), "kind", "something else", hint)
         return
-    placement = _Placement(plan, names, _File(stored, renamed), path)
+    placement = _Placement(plan, names, _File(stored, renamed), path, fit or _FromFile(plan))
     for optimizer in optimizers:
         placement.add(optimizer)
     placement.find_unexpected()
@@ -88,14 +92,14 @@ class _File:
 
 
 class _Placement:
-    def __init__(self, plan: Plan, names: ParamNames, file: _File, path: Path) -> None:
+    def __init__(self, plan: Plan, names: ParamNames, file: _File, path: Path, fit: Fit) -> None:
         self.plan = plan
+        self.fit = fit
         self.names = names
         self.file = file
         self.path = path
         self.used: set[str] = set()
         self.empty = list(file.empty)
-        self.claimed: set[tuple[int, int]] = set()  # live memory that is read into
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Plan to load one live optimizer."""
@@ -162,7 +166,7 @@ class _Placement:
         for key, value in self.file.states[name].items():
             # A step is counted on the host, unless a kernel on the device counts it.
             place = torch.device("cpu") if key == "step" and not on_device else device
-            result[key] = self._fit(value, live.get(key), (STATE, name, key), place)
+            result[key] = self._fit(value, live.get(key), (STATE, name, key), place, parameter)
         return result
 
     def _group(self, group: dict[str, Any], number: int) -> dict[Any, Maker]:
@@ -170,10 +174,20 @@ class _Placement:
         if key is None:
             return {}
         return {
-            name: self._fit(value, group.get(name), (GROUPS, key, name), None)
+            name: self._fit(value, group.get(name), (GROUPS, key, name))
             for name, value in self.file.values[key].items()
             if name not in OWN_KEYS and self._selects((GROUPS, key, name))
         }
+
+    def _fit(
+        self,
+        value: Any,
+        live: Any,
+        place: Path,
+        device: torch.device | None = None,
+        parameter: torch.Tensor | None = None,
+    ) -> Maker:
+        return self.fit(value, live, (*self.path, *place), device, parameter)
 
     def _selects(self, path: Path) -> bool:
         return display((*self.path, *path)) in self.plan.selection
@@ -209,24 +223,31 @@ class _Placement:
                     wanted = f"{shorten(a.get(key))}, as {one} of the same group has"
                     self.plan.mismatch(name, "value", shorten(b.get(key)), wanted)
 
-    def _fit(self, value: Any, live: Any, place: Path, device: torch.device | None) -> Maker:
-        """Plan where a stored value goes: into live tensors that are alike, else into new ones."""
-        path = (*self.path, *place)
+
+class _FromFile:
+    """Plans where stored values go: into live tensors that are alike, else into new ones."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._claimed: set[tuple[int, int]] = set()  # live memory that is read into
+
+    def __call__(self, value: Any, live: Any, path: Path, device: Any, parameter: Any) -> Maker:
+        plan = self._plan
         if type(value) is Stored and isinstance(live, torch.Tensor):
             if self._is_alike(value, live, path):
-                self.plan.place(value, live, display(path), cast=False)
+                plan.place(value, live, display(path), cast=False)
                 return lambda: live
             device = live.device
         items = None if type(value) is Composite else find_items(value)
         if items and any(type(item) in (Stored, Composite) for item in _flat(value)):
             makers = [
-                (key, self._fit(item, _child(live, key), (*place, key), device))
+                (key, self(item, _child(live, key), (*path, key), device, parameter))
                 for key, item in items
             ]
             return lambda: rebuilt(value, [(key, make()) for key, make in makers])
-        form = None if device is None else Form(None, device)
-        self.plan.builder.need(value, form or Form())
-        return lambda: self.plan.builder.make(value, path, form or Form())
+        form = Form() if device is None else Form(None, device)
+        plan.builder.need(value, form)
+        return lambda: plan.builder.make(value, path, form)
 
     def _is_alike(self, stored: Stored, live: torch.Tensor, path: Path) -> bool:
         """Whether a live tensor can be read into; report one that is of another kind."""
@@ -236,14 +257,11 @@ class _Placement:
         if shape != tuple(live.shape) or dtype != live.dtype:
             what = "dtype" if shape == tuple(live.shape) else "shape"
             wanted = f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)}"
-            found = Mismatch(display(path), what, str(stored), wanted)
-            strict = self.plan.strict(found.name) and path[len(self.path)] == STATE
-            report = self.plan.report
-            (report.mismatched if strict else report.replaced).append(found)
+            self._plan.other_form(Mismatch(display(path), what, str(stored), wanted))
             return False
         memory = live.untyped_storage().data_ptr(), int(live.storage_offset())
-        fresh = live.numel() == 0 or memory not in self.claimed
-        self.claimed.add(memory)
+        fresh = live.numel() == 0 or memory not in self._claimed
+        self._claimed.add(memory)
         return fresh
 
 

@@ -90,6 +90,11 @@ class Plan:
         self.report.mismatched.append(Mismatch(name, what, stored, wanted))
         return False
 
+    def other_form(self, found: Mismatch) -> None:
+        """Report an entry of an optimizer that is of another form than the one there is."""
+        strict = self.strict(found.name)
+        (self.report.mismatched if strict else self.report.replaced).append(found)
+
     def missing(self, value: Any, path: Path) -> None:
         """Report what the state has at a path and the checkpoint does not."""
         for place, _ in leaves(value, path):

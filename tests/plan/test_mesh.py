@@ -69,9 +69,7 @@ def slices(box):
 @settings(max_examples=100, deadline=None)
 def test_every_element_is_held_by_as_many_ranks_as_there_are_replicas(layout):
     shape, mesh, placements = layout
-    replicas = np.prod(
-        [n for n, p in zip(mesh, placements, strict=True) if p == Replicate()], dtype=int
-    )
+    copies = [n for n, p in zip(mesh, placements, strict=True) if p == Replicate()]
     count = np.zeros(shape, int)
     for coordinate in itertools.product(*map(range, mesh)):
         for outer, _ in local_boxes(shape, mesh, placements, coordinate):
