@@ -56,6 +56,14 @@ _DTYPES = _numpy_dtypes()
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+def name_of(dtype: Any) -> str | None:
+    """Return the logical name of a numpy dtype, or None for one that the format does not have."""
+    try:
+        return _NAMES.get(dtype if dtype.names else dtype.newbyteorder("="))
+    except TypeError:  # a dtype of the new style, such as StringDType
+        return None
+
+
 def dtype_of(name: str) -> np.dtype[Any]:
     """Return the numpy dtype of a logical dtype, as `load` gives it."""
     return _DTYPES[name]
@@ -236,10 +244,7 @@ def _scalar(value: Any, place: Sequence[Any]) -> Scalar:
 
 
 def _name(dtype: Any, place: Sequence[Any]) -> str:
-    try:
-        name = _NAMES.get(dtype if dtype.names else dtype.newbyteorder("="))
-    except TypeError:  # a dtype of the new style, such as StringDType
-        name = None
+    name = name_of(dtype)
     if name is None:
         raise _unsupported_dtype(dtype, place)
     return name

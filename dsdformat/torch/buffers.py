@@ -69,7 +69,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
-    flat = torch.empty(0, dtype=torch.uint8)
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     start = tensor.storage_offset() * tensor.element_size()
     array: Any = flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,)).numpy()
     return memoryview(array)

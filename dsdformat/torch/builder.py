@@ -14,14 +14,14 @@ import torch
 
 from dsdformat.errors import ArgumentError, UnsupportedValueError
 from dsdformat.reader import Checkpoint
-from dsdformat.torch.buffers import bytes_of, empty, tensor_over
+from dsdformat.torch.buffers import bytes_of, empty, memory_order, tensor_over
 from dsdformat.torch.composites import put_together
 from dsdformat.torch.dtypes import torch_dtype
 from dsdformat.torch.moves import Move, verify_whole
 from dsdformat.torch.sources import ORDER, numpy_side
 from dsdformat.torch.stored import Composite, Path, Stored, find_items, is_numpy, rebuilt
 
-__all__ = ["Builder", "Form", "stored_dtype"]
+__all__ = ["Builder", "Form", "array_over", "stored_dtype"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ class Builder:
         """Announce that a value, and the tensors in it, will be made."""
         if isinstance(value, Stored):
             stored_dtype(value)
-            self._needed.setdefault((value.index, form or self._form(value.name)), value)
+            key = value.index, form or self._form(value.name)
+            if ORDER in value.attributes or key not in self._needed:
+                self._needed[key] = value
         for _, item in find_items(value) or ():
             self.need(item, form)
 
@@ -89,7 +91,7 @@ class Builder:
         """Make a value that was announced; containers are new, tied tensors are one."""
         if isinstance(value, Stored):
             tensor = self._made[value.index, form or self._form(value.name)]
-            return _array(tensor, value) if is_numpy(value) else tensor
+            return array_over(tensor, value.entry.dtype) if is_numpy(value) else tensor
         items = find_items(value)
         if items is None:
             return value
@@ -129,6 +131,9 @@ def stored_dtype(stored: Stored) -> torch.dtype:
     return dtype
 
 
-def _array(tensor: torch.Tensor, stored: Stored) -> Any:
-    """Return a numpy array that shares the tensor's memory."""
-    return numpy_side().array_over(bytes_of(tensor), stored.entry.dtype, stored.entry.shape)
+def array_over(tensor: torch.Tensor, dtype: str) -> Any:
+    """Return a numpy array of this logical dtype that shares a tensor's memory."""
+    order = memory_order(tensor) or list(range(tensor.ndim))
+    packed = tensor.permute(order)
+    array = numpy_side().array_over(bytes_of(packed), dtype, tuple(packed.shape))
+    return array.transpose([order.index(dim) for dim in range(tensor.ndim)])

@@ -18,9 +18,17 @@ from dsdformat.format.values import encoded_key
 from dsdformat.limits import DEPTH_MAX
 from dsdformat.torch.compat import is_lazy
 from dsdformat.torch.fqn import canonical_name, named_tensors, unwrapped
-from dsdformat.torch.introspect import Kind, as_mapping, find_children, holds_leaves, kind_of
+from dsdformat.torch.introspect import (
+    Kind,
+    as_mapping,
+    find_children,
+    holds_leaves,
+    kind_of,
+    own_method,
+)
 from dsdformat.torch.names import Namer
 from dsdformat.torch.optim import capture_optimizers
+from dsdformat.torch.stored import find_items
 
 __all__ = ["capture", "module_entries"]
 
@@ -57,16 +65,34 @@ def module_entries(module: nn.Module) -> list[tuple[str, str, Any]]:
             hint="call the module once, so that it makes its parameters",
         )
     with torch.no_grad():
-        if type(module).state_dict is nn.Module.state_dict:
-            entries = module.state_dict(keep_vars=True)
+        call = own_method(module, "state_dict")
+        if getattr(call, "__func__", None) is nn.Module.state_dict:
+            entries = call(keep_vars=True)
         else:  # may take no arguments
-            entries = module.state_dict()
+            entries = call()
     if not isinstance(entries, Mapping) or any(type(key) is not str for key in entries):
         raise UnsupportedValueError(
             f"state_dict() of {type(module).__name__} is not a mapping with string keys: "
             f"{shorten(entries)}"
         )
-    return [(key, canonical_name(module, key), value) for key, value in entries.items()]
+    known: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(module):
+        known.setdefault(id(tensor), []).append(name)
+    return [
+        (key, _name_of(module, key, known.get(id(value))), value) for key, value in entries.items()
+    ]
+
+
+def _name_of(module: nn.Module, key: str, names: Sequence[str] | None) -> str:
+    """Return the FQN of a key of a state dict, whose value may be a tensor with these names."""
+    name = canonical_name(module, key)
+    # What a hook has renamed keeps the name that the hook gave.
+    renamed = names is None or len(names) > 1 or len(key) < len(names[0])
+    return name if renamed or names is None or not key.endswith(_last(names[0])) else names[0]
+
+
+def _last(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
 
 
 class _Capture:
@@ -146,8 +172,7 @@ def _meta_names(value: Any, path: Path) -> Iterator[str]:
         if value.is_meta:
             yield emit_name(path, encoded_key)
         return
-    children = find_children(value) if len(path) < DEPTH_MAX else None
-    for key, item in children or ():
+    for key, item in (find_items(value) if len(path) < DEPTH_MAX else None) or ():
         yield from _meta_names(item, (*path, key))
 
 

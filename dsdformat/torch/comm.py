@@ -44,7 +44,7 @@ class Comm:
 
     def __init__(self, group: Any = None) -> None:
         """Use a process group, the default one if None, or no group where there is none."""
-        self._group = group
+        self.group = group
         self.device = torch.device("cpu")
         if not is_distributed():
             self.rank, self.world_size = 0, 1
@@ -91,7 +91,7 @@ class Comm:
             : len(raw)
         ]
         parts = [torch.empty_like(buffer, device=self.device) for _ in sizes]
-        distributed.all_gather(parts, buffer.to(self.device), group=self._group)
+        distributed.all_gather(parts, buffer.to(self.device), group=self.group)
         return [
             _decoded(bytes(part[:size].cpu().numpy()))
             for part, size in zip(parts, sizes, strict=True)
@@ -157,7 +157,7 @@ class Comm:
         if self.world_size == 1:
             return [part]
         parts = [torch.empty_like(part) for _ in range(self.world_size)]
-        distributed.all_gather(parts, part, group=self._group)
+        distributed.all_gather(parts, part, group=self.group)
         return parts
 
     def gather(self, part: torch.Tensor, to: int) -> list[torch.Tensor] | None:
@@ -170,7 +170,7 @@ class Comm:
         parts = None
         if self.rank == to:
             parts = [torch.empty_like(part) for _ in range(self.world_size)]
-        distributed.gather(part, parts, dst=self.ranks[to], group=self._group)
+        distributed.gather(part, parts, dst=self.ranks[to], group=self.group)
         return parts
 
     def scatter(
@@ -185,7 +185,7 @@ class Comm:
             into.copy_(parts[0])
             return
         given = list(parts) if parts is not None else None
-        distributed.scatter(into, given, src=self.ranks[source], group=self._group)
+        distributed.scatter(into, given, src=self.ranks[source], group=self.group)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Give all ranks the bytes of one.
@@ -193,12 +193,12 @@ class Comm:
         Ranks: collective over the group.
         """
         if self.world_size > 1 and tensor.numel():
-            distributed.broadcast(tensor, src=self.ranks[source], group=self._group)
+            distributed.broadcast(tensor, src=self.ranks[source], group=self.group)
 
     def _gather_int(self, number: int) -> list[int]:
         own = torch.tensor([number], dtype=torch.int64, device=self.device)
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        distributed.all_gather(parts, own, group=self._group)
+        distributed.all_gather(parts, own, group=self.group)
         return [int(part.item()) for part in parts]
 
 

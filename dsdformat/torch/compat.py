@@ -21,6 +21,7 @@ __all__ = [
     "is_lazy",
     "known_seqlens",
     "plain_functions",
+    "swap_content",
 ]
 
 # Module, class, and the name under which the class registers the module that it wraps.
@@ -61,6 +62,20 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return isinstance(
         tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
     )
+
+
+def swap_content(live: torch.Tensor, content: torch.Tensor) -> None:
+    """Exchange what two tensor objects hold: memory, device, layout, history.
+
+    `torch.utils.swap_tensors` does so too, but refuses tensors to which there are weak references,
+    as the weights of recurrent modules, or views. Objects, classes, attributes and hooks stay.
+    """
+    hooks = live._backward_hooks, getattr(live, "_post_accumulate_grad_hooks", None)
+    torch._C._swap_tensor_impl(live, content)
+    if hooks[0]:
+        live._backward_hooks = hooks[0]
+    if hooks[1]:
+        live._post_accumulate_grad_hooks = hooks[1]
 
 
 def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:

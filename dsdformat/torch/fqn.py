@@ -16,15 +16,25 @@ from dsdformat.torch.compat import find_wrapped
 __all__ = ["canonical_name", "named_tensors", "unwrapped"]
 
 EXTRA_STATE = "_extra_state"
+FLAT_PARAM = "_flat_param"  # of FSDP1: part of how it wraps
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the user's module inside of the wrappers around it."""
+    """Return the user's module inside of the wrappers around it.
+
+    A wrapper that holds something of its own beside the module stays.
+    """
     wrapped = find_wrapped(module)
-    while wrapped is not None:
+    while wrapped is not None and not _extras(module, wrapped[0]):
         module = wrapped[1]
         wrapped = find_wrapped(module)
     return module
+
+
+def _extras(wrapper: nn.Module, child: str) -> list[str]:
+    """List what a wrapper holds beside the module that it wraps."""
+    names = [*wrapper._parameters, *wrapper._buffers, *wrapper._modules]
+    return [name for name in names if name not in (child, FLAT_PARAM)]
 
 
 def named_tensors(
@@ -40,16 +50,17 @@ def named_tensors(
 
 
 def _walk(module: nn.Module, prefix: str, persistent: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    module = unwrapped(module)
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield prefix + name, parameter
     for name, buffer in module._buffers.items():
         if buffer is not None and not (persistent and name in module._non_persistent_buffers_set):
             yield prefix + name, buffer
+    wrapped = find_wrapped(module)
     for name, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, f"{prefix}{name}.", persistent)
+            dropped = wrapped is not None and name == wrapped[0]
+            yield from _walk(child, prefix if dropped else f"{prefix}{name}.", persistent)
 
 
 def canonical_name(module: nn.Module, key: str) -> str:
@@ -63,7 +74,10 @@ def canonical_name(module: nn.Module, key: str) -> str:
     while True:
         wrapped = find_wrapped(module)
         if wrapped is not None:
-            name, module = wrapped
+            name, inner = wrapped
+            if parts[0] in _extras(module, name) and not _leads(inner, parts):
+                return ".".join([*result, *parts])
+            module = inner
             # The wrapper's own name, unless it was left out and a user's module has the same.
             if parts[0] == name and (_leads(module, parts[1:]) or not _leads(module, parts)):
                 parts = parts[1:]
@@ -73,6 +87,10 @@ def canonical_name(module: nn.Module, key: str) -> str:
             return ".".join([*result, *parts])
         result.append(parts[0])
         module, parts = child, parts[1:]
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _leads(module: nn.Module, parts: Sequence[str]) -> bool:
@@ -87,7 +105,7 @@ def _leads(module: nn.Module, parts: Sequence[str]) -> bool:
         return (
             parts[0] in module._parameters
             or parts[0] in module._buffers
-            or (parts[0] == EXTRA_STATE)
+            or (parts[0] == EXTRA_STATE and _has_extra_state(module))
         )
     child = module._modules.get(parts[0])
     return child is not None and _leads(child, parts[1:])

@@ -72,6 +72,16 @@ def _is_stateful(value: Any) -> bool:
     )
 
 
+def own_method(owner: Any, name: str) -> Any:
+    """Return a method of an object, but not what `patch_…_state_dict` has put in its place."""
+    method = getattr(owner, name)
+    return getattr(type(owner), name).__get__(owner) if hasattr(method, PATCHED) else method
+
+
+# Marks functions that are in the place of an object's `state_dict` or `load_state_dict`.
+PATCHED = "_dsd_patched"
+
+
 def find_children(value: Any) -> Iterator[tuple[Any, Any]] | None:
     """Return keys and children of a container in which leaves may lie; None for anything else."""
     if type(value) in (dict, OrderedDict, defaultdict):

@@ -8,7 +8,6 @@ from typing import Any
 
 from dsdformat.errors import shorten
 from dsdformat.reader import Checkpoint
-from dsdformat.torch.buffers import bytes_of
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.introspect import Kind, holds_leaves, kind_of
 from dsdformat.torch.moves import fill
@@ -23,7 +22,7 @@ from dsdformat.torch.stored import (
     Composite,
     Path,
     Stored,
-    as_tensor,
+    as_array,
     display,
     find_items,
     leaves,
@@ -135,8 +134,11 @@ class Loading:
                         rest[key] = left
         return rest
 
+    def _is_selected(self, stored: Any, path: Path) -> bool:
+        return any(display(place) in self.plan.selection for place, _ in leaves(stored, path))
+
     def _value(self, stored: Any, path: Path) -> Any:
-        if not any(display(place) in self.plan.selection for place, _ in leaves(stored, path)):
+        if not self._is_selected(stored, path):
             return _PLACED
         self.plan.builder.need(stored)
         return stored
@@ -149,13 +151,14 @@ class Loading:
             parts = [live] if kind is Kind.OPTIMIZER else live
             names = self._namer.names_of(parts, path)
             place_optimizers(self.plan, parts, names, stored, path, self._renamed(names.path))
-        elif self._value(stored, path) is _PLACED:
+        elif not self._is_selected(stored, path):
             return
         elif kind is Kind.TENSOR:
             self.plan.place(stored, live, display(path))
         elif kind is Kind.ARRAY:
             self._place_array(live, stored, path)
         else:
+            self.plan.builder.need(stored)
             make = self.plan.builder.make
             self.plan.installs.append(lambda: live.load_state_dict(make(stored, path)))
 
@@ -170,12 +173,10 @@ class Loading:
             self.plan.mismatch(name, "array", str(stored), "an array that can be written to")
             return
 
+        self.plan.builder.need(stored)
+
         def install() -> None:
-            live[...] = numpy_side().array_over(
-                bytes_of(self.plan.builder.make(as_tensor(stored), path)),
-                stored.entry.dtype,
-                live.shape,
-            )
+            live[...] = self.plan.builder.make(as_array(stored), path)
 
         self.plan.installs.append(install)
 

@@ -66,6 +66,9 @@ def fill(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
     if straight:
         checkpoint.read_all(straight)
     _fill_staged(checkpoint, [move for move in first.values() if not move.is_straight])
+    for move in moves:
+        if not move.into.is_inference():
+            torch.autograd.graph.increment_version(move.into)
     for move in again:
         source = first[move.index]
         if source.into.dtype == move.into.dtype:

@@ -16,6 +16,7 @@ import torch
 
 from dsdformat.errors import MismatchError, UnsupportedValueError, shorten
 from dsdformat.format.paths import render_path
+from dsdformat.torch.introspect import own_method
 from dsdformat.torch.names import ParamNames
 
 __all__ = ["GROUPS", "OWN_KEYS", "SHARED", "STATE", "capture_optimizers"]
@@ -56,7 +57,7 @@ class _Capture:
         self.place = place
         self.result = result
         self.live: list[dict[str, Any]] = optimizer.param_groups
-        self.raw: Mapping[str, Any] = optimizer.state_dict()
+        self.raw: Mapping[str, Any] = own_method(optimizer, "state_dict")()
         self.kind = type(optimizer).__name__
 
     def run(self) -> None:

@@ -63,9 +63,14 @@ class LoadOptions:
 def as_device(value: Any) -> torch.device:
     """Return a device, or raise `bad_argument`."""
     try:
-        return torch.device(value)
-    except (RuntimeError, TypeError):
-        raise ArgumentError(f"{shorten(value)} is not a device", code="bad_argument") from None
+        device = torch.device(value)
+        if device.type != "meta":
+            torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ArgumentError(
+            f"{shorten(value)} is not a device that is there: {error}", code="bad_argument"
+        ) from None
+    return device
 
 
 def as_dtype(value: Any) -> torch.dtype:

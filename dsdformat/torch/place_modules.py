@@ -5,6 +5,7 @@ What a module's state dict holds beside its own tensors is handed to its `load_s
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsdformat.errors import MismatchError
+from dsdformat.format.paths import render_path
 from dsdformat.torch.capture import module_entries
 from dsdformat.torch.fqn import EXTRA_STATE, named_tensors, unwrapped
-from dsdformat.torch.placing import Plan
-from dsdformat.torch.stored import Path, Stored, display
+from dsdformat.torch.introspect import own_method
+from dsdformat.torch.placing import Plan, same_content
+from dsdformat.torch.stored import Path, display
 
 __all__ = ["place_modules"]
 
@@ -39,8 +43,14 @@ class _Placement:
 
     def run(self, modules: Sequence[nn.Module]) -> None:
         parts = [(module, _live_entries(module)) for module in modules]
+        first: dict[str, Any] = {}
         for module, entries in parts:
             for _, name, value in entries:
+                if first.setdefault(name, value) is not value and len(parts) > 1:
+                    place = render_path([*self.path, name])
+                    raise MismatchError(
+                        f"{place}: two parts of the model have this name", code="state_conflict"
+                    )
                 self.wanted.add(name)
                 if _is_placed(name, value):
                     self.tied.setdefault(id(value), []).append(name)
@@ -61,7 +71,7 @@ class _Placement:
         new: dict[str, tuple[Any, Path]] = {}
         for key, name, value in entries:
             place = (*self.path, name)
-            if display(place) not in self.plan.selection:
+            if not self._is_selected(name):
                 continue
             if _is_placed(name, value):
                 if id(value) not in self.fits:
@@ -75,15 +85,18 @@ class _Placement:
                 self.plan.report.missing.append(display(place))
         self.plan.installs.append(self._installer(unwrapped(module), live, new))
 
+    def _is_selected(self, name: str) -> bool:
+        return display((*self.path, name)) in self.plan.selection
+
     def _place_tensor(self, tensor: torch.Tensor) -> bool:
         names = self.tied[id(tensor)]
-        found = [name for name in names if name in self.stored]
+        found = [name for name in names if name in self.stored and self._is_selected(name)]
         if not found:
             self.plan.report.missing.append(display((*self.path, names[0])))
             return False
         first = self.stored[found[0]]
         for other in found[1:]:
-            if not _same(first, self.stored[other]):
+            if not same_content(first, self.stored[other]):
                 name = display((*self.path, other))
                 tied = f"the same as {found[0]}"
                 return self.plan.mismatch(name, "tie", f"other data than {found[0]}", tied)
@@ -97,21 +110,34 @@ class _Placement:
             for key, (value, place) in new.items():
                 entries[key] = self.plan.builder.make(value, place)
             # Tensors are given as themselves, which copies nothing; hooks see all of them.
-            module.load_state_dict(entries, strict=False)
+            call_loader(own_method(module, "load_state_dict"), entries)
 
         return install
 
     def _find_uninitialized(self, module: nn.Module) -> None:
         """Report what is on meta and stays there (buffers that no state dict holds, and others)."""
-        reported = set(self.plan.report.missing)
+        reported = {*self.plan.report.missing, *(m.name for m in self.plan.report.mismatched)}
         seen: set[int] = set()
         for name, tensor in named_tensors(module, persistent=False):
             full = display((*self.path, name))
             if not tensor.is_meta or self.plan.will_fill(tensor) or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            if full in self.plan.selection and full not in reported and name not in self.stored:
+            if full in self.plan.selection and full not in reported:
                 self.plan.report.uninitialized.append(full)
+
+
+def call_loader(method: Callable[..., Any], entries: Any) -> None:
+    """Call a module's `load_state_dict`, whose names were compared already."""
+    parameters = inspect.signature(method).parameters.values()
+    kinds = {one.kind for one in parameters}
+    strict = (
+        any(one.name == "strict" for one in parameters) or inspect.Parameter.VAR_KEYWORD in kinds
+    )
+    if strict:
+        method(entries, strict=False)
+    else:
+        method(entries)
 
 
 def _live_entries(module: nn.Module) -> list[tuple[str, str, Any]]:
@@ -130,13 +156,3 @@ def _is_meta(value: Any) -> bool:
 def _is_placed(name: str, value: Any) -> bool:
     """Whether an entry is read in place; extra state may change its shape, and is made anew."""
     return isinstance(value, torch.Tensor) and name.rsplit(".", 1)[-1] != EXTRA_STATE
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two stored tensors hold the same."""
-    if not (isinstance(one, Stored) and isinstance(other, Stored)):
-        return bool(one == other)
-    if one.index == other.index:
-        return True
-    a, b = one.entry, other.entry
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and a.content_digest() == b.content_digest()

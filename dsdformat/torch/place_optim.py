@@ -14,13 +14,14 @@ import torch
 from dsdformat.errors import shorten
 from dsdformat.torch.builder import Form, stored_dtype
 from dsdformat.torch.compat import has_load_hooks
+from dsdformat.torch.introspect import own_method
 from dsdformat.torch.names import ParamNames
 from dsdformat.torch.optim import GROUPS, OWN_KEYS, SHARED, STATE
 from dsdformat.torch.placing import Plan
 from dsdformat.torch.report import Mismatch
 from dsdformat.torch.stored import Composite, Path, Stored, display, find_items, rebuilt
 
-__all__ = ["place_optimizers"]
+__all__ = ["Installer", "Maker", "place_optimizers"]
 
 Maker = Callable[[], Any]
 # From a value, what is there already or None, the path, a device and a parameter or None.
@@ -121,7 +122,7 @@ class _Placement:
             key: self._fit(v, None, (SHARED, key), None) for key, v in self.file.shared.items()
         }
         rest = {key: self._fit(value, None, (key,), None) for key, value in self.file.rest.items()}
-        installer = _Installer(optimizer, states, groups, shared, rest)
+        installer = Installer(optimizer, states, groups, shared, rest)
         self.plan.installs.append(installer.run)
 
     def find_unexpected(self) -> None:
@@ -229,7 +230,7 @@ class _FromFile:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._claimed: set[tuple[int, int]] = set()  # live memory that is read into
+        self._claimed: dict[tuple[int, int], int] = {}  # live memory -> what it gets
 
     def __call__(self, value: Any, live: Any, path: Path, device: Any, parameter: Any) -> Maker:
         plan = self._plan
@@ -237,7 +238,7 @@ class _FromFile:
             if self._is_alike(value, live, path):
                 plan.place(value, live, display(path), cast=False)
                 return lambda: live
-            device = live.device
+            device = device if live.is_meta else live.device
         items = None if type(value) is Composite else find_items(value)
         if items and any(type(item) in (Stored, Composite) for item in _flat(value)):
             makers = [
@@ -260,12 +261,10 @@ class _FromFile:
             self._plan.other_form(Mismatch(display(path), what, str(stored), wanted))
             return False
         memory = live.untyped_storage().data_ptr(), int(live.storage_offset())
-        fresh = live.numel() == 0 or memory not in self._claimed
-        self._claimed.add(memory)
-        return fresh
+        return live.numel() == 0 or self._claimed.setdefault(memory, stored.index) == stored.index
 
 
-class _Installer:
+class Installer:
     """Gives a live optimizer what was read for it."""
 
     def __init__(
@@ -285,7 +284,8 @@ class _Installer:
     def run(self) -> None:
         states = {parameter: self._made(state) for parameter, state in self.states.items()}
         groups = [self._made(group) for group in self.groups]
-        own = type(self.optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+        method = own_method(self.optimizer, "load_state_dict")
+        own = getattr(method, "__func__", None) is torch.optim.Optimizer.load_state_dict
         if own and not self.rest and not has_load_hooks(self.optimizer):
             self._set(states, groups)
         else:
@@ -313,7 +313,7 @@ class _Installer:
         self, states: dict[torch.Tensor, dict[Any, Any]], groups: list[dict[Any, Any]]
     ) -> None:
         """Call the optimizer's own `load_state_dict`, and undo the casts that torch's makes."""
-        entries = self.optimizer.state_dict()
+        entries = own_method(self.optimizer, "state_dict")()
         numbers: dict[torch.Tensor, Any] = {}
         for saved, live, values in zip(
             entries[GROUPS], self.optimizer.param_groups, groups, strict=True
@@ -326,7 +326,7 @@ class _Installer:
                 entries[STATE][numbers[parameter]] = state
         entries[STATE].update((key, make()) for key, make in self.shared.items())
         entries.update((key, make()) for key, make in self.rest.items())
-        self.optimizer.load_state_dict(entries)
+        own_method(self.optimizer, "load_state_dict")(entries)
         for parameter, state in states.items():
             installed = self.optimizer.state.get(parameter)
             for key, value in state.items():

@@ -5,16 +5,15 @@ Nothing is read and nothing changed until the whole plan was made and checked.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from dsdformat.errors import ArgumentError, shorten
+from dsdformat.errors import shorten
 from dsdformat.torch.buffers import as_bits, empty, memory_order
 from dsdformat.torch.builder import Builder, Form, stored_dtype
+from dsdformat.torch.compat import swap_content
 from dsdformat.torch.composites import find_kind, inner_tensors, take_apart
 from dsdformat.torch.introspect import local_tensor
 from dsdformat.torch.moves import Move
@@ -52,6 +51,7 @@ class Plan:
         self._dtype = dtype
         self._device = device
         self._moves: list[Move] = []
+        self._placed: dict[Any, tuple[Stored, str]] = {}  # memory -> what it gets, and as which
         self._fills: list[tuple[torch.Tensor, Stored, Form]] = []  # meta tensors, and their content
         self._devices: dict[int, torch.device] = {}  # of meta tensors, by id
 
@@ -75,14 +75,28 @@ class Plan:
         if stored.entry.shape != tuple(live.shape):
             shape = list(stored.entry.shape), list(live.shape)
             return self.mismatch(name, "shape", str(shape[0]), str(shape[1]))
-        dtype = stored_dtype(stored)
-        if dtype != live.dtype:
-            if not (cast and self._may_cast(name, dtype, live.dtype)):
-                return self.mismatch(name, "dtype", stored.entry.dtype, _dtype_name(live.dtype))
-            self.report.casts.append(Cast(name, stored.entry.dtype, _dtype_name(live.dtype)))
+        if not self._dtype_fits(stored, live, name, cast=cast):
+            return self.mismatch(name, "dtype", stored.entry.dtype, _dtype_name(live.dtype))
+        first, known = self._placed.setdefault(_memory_of(live), (stored, name))
+        if known != name:
+            same = same_content(first, stored)
+            tie = f"other data than {known}", f"the same as {known}"
+            return same or self.mismatch(name, "tie", *tie)
         if live.is_meta:
             return self._place_on_meta(stored, live, name)
-        self._moves.append(Move(stored.index, dtype, local_tensor(live, (name,))))
+        if any(s == 0 and n > 1 for s, n in zip(live.stride(), live.shape, strict=True)):
+            return self.mismatch(name, "kind", str(stored), "an expanded tensor, which has no room")
+        self._moves.append(Move(stored.index, stored_dtype(stored), local_tensor(live, (name,))))
+        return True
+
+    def _dtype_fits(self, stored: Stored, live: torch.Tensor, name: str, *, cast: bool) -> bool:
+        dtype = stored_dtype(stored)
+        if dtype == live.dtype:
+            return True
+        floats = dtype.is_floating_point and live.is_floating_point()
+        if not (cast and floats and self._dtype(name) == live.dtype):
+            return False
+        self.report.casts.append(Cast(name, stored.entry.dtype, _dtype_name(live.dtype)))
         return True
 
     def mismatch(self, name: str, what: str, stored: str, wanted: str) -> bool:
@@ -123,23 +137,17 @@ class Plan:
 
     def finish(self) -> None:
         """Put everything that was read in its place."""
+        used: set[tuple[int, Form]] = set()
         for live, stored, form in self._fills:
             content = self.builder.make(stored, (stored.name,), form)
+            if (stored.index, form) in used:  # tied in the file, and two tensors here
+                content = content.clone()
+            used.add((stored.index, form))
             replace_content(live, _ordered(content, memory_order(live)))
         for install in self.installs:
             install()
 
-    def _may_cast(self, name: str, stored: torch.dtype, live: torch.dtype) -> bool:
-        floats = stored.is_floating_point and live.is_floating_point
-        return floats and self._dtype(name) == live
-
     def _place_on_meta(self, stored: Stored, live: torch.Tensor, name: str) -> bool:
-        if weakref.getweakrefs(live):
-            raise ArgumentError(
-                f"{name} cannot be materialized: something holds a weak reference to it",
-                code="bad_argument",
-                hint="load before the model is compiled or wrapped",
-            )
         form = Form(live.dtype, self._device(name))
         self._devices[id(live)] = form.device
         self.builder.need(stored, form)
@@ -176,14 +184,10 @@ class Plan:
 
 def replace_content(live: torch.Tensor, content: torch.Tensor) -> None:
     """Give a tensor other content, device and layout; the object stays the one that others hold."""
-    if isinstance(live, nn.Parameter):
-        content = nn.Parameter(content, requires_grad=live.requires_grad)
-    elif live.requires_grad:
-        content = content.requires_grad_()
-    if type(content) is not type(live):
-        content = content.as_subclass(type(live))  # a buffer, or a kind of the user's
-    content.__dict__.update(live.__dict__)
-    torch.utils.swap_tensors(live, content)  # type: ignore[no-untyped-call]
+    requires_grad = live.requires_grad
+    # An object of its own: the one that is given keeps its content.
+    swap_content(live, content.detach())
+    live.requires_grad_(requires_grad)
 
 
 def _ordered(content: torch.Tensor, order: list[int] | None) -> torch.Tensor:
@@ -193,6 +197,23 @@ def _ordered(content: torch.Tensor, order: list[int] | None) -> torch.Tensor:
     result = empty(content.shape, content.dtype, content.device, order)
     as_bits(result).copy_(as_bits(content))
     return result
+
+
+def _memory_of(live: torch.Tensor) -> Any:
+    """Return what tensors share that are the same memory seen in the same way."""
+    if live.is_meta or live.numel() == 0:
+        return id(live)
+    return live.data_ptr(), live.device, live.shape, live.stride(), live.dtype
+
+
+def same_content(one: Any, other: Any) -> bool:
+    """Whether two stored tensors hold the same."""
+    if not (isinstance(one, Stored) and isinstance(other, Stored)):
+        return bool(one == other)
+    if one.index == other.index:
+        return True
+    a, b = one.entry, other.entry
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and a.content_digest() == b.content_digest()
 
 
 def _kind(stored: Any) -> str:

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from dsdformat.torch.buffers import as_bits, empty, memory_order
+from dsdformat.torch.builder import array_over
 from dsdformat.torch.capture import capture
 from dsdformat.torch.composites import find_kind
+from dsdformat.torch.dtypes import torch_dtype
 from dsdformat.torch.introspect import is_array, local_tensor
+from dsdformat.torch.sources import array_identity, numpy_side, tensor_identity
 from dsdformat.torch.stored import find_items, rebuilt
 
 __all__ = ["snapshot"]
@@ -33,35 +36,48 @@ def snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
     Ranks: local.
     Memory: the copy.
     """
-    copies: dict[Any, Any] = {}
-    return _copied(capture(state), copies)  # type: ignore[no-any-return]
+    return _Copies().copy(capture(state))  # type: ignore[no-any-return]
 
 
-def _copied(value: Any, copies: dict[Any, Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _copied_tensor(value, copies)
-    if is_array(value):
-        key = id(value)
-        if key not in copies:
-            copies[key] = value.copy(order="K"), value
-        return copies[key][0]
-    items = find_items(value)
-    return value if items is None else rebuilt(value, [(k, _copied(v, copies)) for k, v in items])
+class _Copies:
+    """Copies what it is given; what is the same memory becomes one copy."""
 
+    def __init__(self) -> None:
+        self._made: dict[Any, torch.Tensor] = {}
+        self._alive: list[Any] = []  # so that nothing else gets the memory of a source
 
-def _copied_tensor(tensor: torch.Tensor, copies: dict[Any, Any]) -> torch.Tensor:
-    kind = find_kind(tensor)
-    if kind is not None:
-        key: Any = id(tensor)
-        if key not in copies:
-            copies[key] = tensor.detach().clone().cpu(), tensor
-        return copies[key][0]  # type: ignore[no-any-return]
-    local = local_tensor(tensor, ())
-    address = local.data_ptr() if local.numel() else id(tensor)
-    key = address, local.device, local.shape, local.stride(), local.dtype, local.is_conj()
-    key = (*key, local.is_neg())
-    if key not in copies:
-        copy = empty(local.shape, local.dtype, order=memory_order(local))
-        as_bits(copy).copy_(as_bits(local))
-        copies[key] = copy, tensor
-    return copies[key][0]  # type: ignore[no-any-return]
+    def copy(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if is_array(value):
+            return self._array(value)
+        items = find_items(value)
+        return value if items is None else rebuilt(value, [(k, self.copy(v)) for k, v in items])
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._alive.append(tensor)
+        if find_kind(tensor) is not None:
+            key: Any = id(tensor)
+            if key not in self._made:
+                self._made[key] = tensor.detach().clone().cpu()
+            return self._made[key]
+        local = local_tensor(tensor, ())
+        key = tensor_identity(local, tensor)
+        if key not in self._made:
+            copy = empty(local.shape, local.dtype, order=memory_order(local))
+            as_bits(copy).copy_(as_bits(local))
+            self._made[key] = copy
+        return self._made[key]
+
+    def _array(self, array: Any) -> Any:
+        self._alive.append(array)
+        name = numpy_side().name_of(array.dtype)
+        dtype = torch_dtype(name) if name is not None else None
+        if name is None or dtype is None:  # nothing but other arrays can be tied to it
+            return array.copy(order="K")
+        key = array_identity(array, name)
+        if key not in self._made:
+            made = empty(array.shape, dtype)
+            array_over(made, name)[...] = array
+            self._made[key] = made
+        return array_over(self._made[key], name)

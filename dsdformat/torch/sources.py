@@ -17,7 +17,16 @@ from dsdformat.torch.composites import find_kind, refusal, take_apart
 from dsdformat.torch.dtypes import find_named, logical_dtype
 from dsdformat.torch.introspect import is_array, local_tensor
 
-__all__ = ["COMPOSITE", "FLAVOUR", "NUMPY", "ORDER", "Adapter", "numpy_side"]
+__all__ = [
+    "COMPOSITE",
+    "FLAVOUR",
+    "NUMPY",
+    "ORDER",
+    "Adapter",
+    "array_identity",
+    "numpy_side",
+    "tensor_identity",
+]
 
 # Attributes of references, as the spec lists them.
 FLAVOUR, ORDER = "flavour", "dim_order"
@@ -67,23 +76,38 @@ class Adapter:
                 hint="view it as a dtype of the same width first",
             )
         order = memory_order(local)
-        address = local.data_ptr() if local.numel() else id(tensor)
-        strides = tuple(step * local.element_size() for step in local.stride())
-        identity = (address, str(local.device), tuple(local.shape), strides, name)
-        flags = (local.is_conj(), local.is_neg())
-        source = self._sources.get((*identity, *flags))
+        identity = tensor_identity(local, tensor)
+        source = self._sources.get(identity)
         if source is None:
             source = TensorSource.of(name, tuple(local.shape), data_of(local))
-            self._sources[*identity, *flags] = source
+            self._sources[identity] = source
             self._alive.append(local)
         return Reference(source, {} if order is None else {ORDER: order})
 
     def _array(self, array: Any, place: Sequence[Any]) -> Any:
         source = numpy_side().source_of(array, place)
-        address = array.__array_interface__["data"][0] if array.size else id(array)
-        identity = (address, "cpu", source.shape, array.strides, source.dtype, False, False)
         self._alive.append(array)
+        identity = array_identity(array, source.dtype)
         return Reference(self._sources.setdefault(identity, source), {FLAVOUR: NUMPY})
+
+
+def tensor_identity(local: torch.Tensor, tensor: torch.Tensor) -> Any:
+    """Return what is equal for tensors, and arrays, that are the same memory seen the same way.
+
+    Args:
+        local: What holds the bytes.
+        tensor: What the state has; an empty one is only itself.
+    """
+    address = local.data_ptr() if local.numel() else id(tensor)
+    strides = tuple(step * local.element_size() for step in local.stride())
+    name, flags = logical_dtype(local.dtype), (local.is_conj(), local.is_neg())
+    return address, str(local.device), tuple(local.shape), strides, name, flags
+
+
+def array_identity(array: Any, name: str) -> Any:
+    """Return what `tensor_identity` gives, for a numpy array of this logical dtype."""
+    address = array.__array_interface__["data"][0] if array.size else id(array)
+    return address, "cpu", array.shape, array.strides, name, (False, False)
 
 
 def numpy_side() -> Any:

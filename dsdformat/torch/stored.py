@@ -23,7 +23,7 @@ __all__ = [
     "Composite",
     "Path",
     "Stored",
-    "as_tensor",
+    "as_array",
     "display",
     "find_items",
     "is_numpy",
@@ -232,9 +232,9 @@ def _pruned(value: Any, path: Path, selection: Selection) -> Any:
     return value if any(display(one) in selection for one, _ in leaves(value, path)) else _ABSENT
 
 
-def as_tensor(stored: Stored) -> Stored:
-    """Return a reference to the same tensor, to be made a tensor and not an array."""
-    return Stored(stored.entry, {}, stored.name)
+def as_array(stored: Stored) -> Stored:
+    """Return a reference to the same tensor, to be made a numpy array."""
+    return Stored(stored.entry, {FLAVOUR: NUMPY}, stored.name)
 
 
 def is_numpy(stored: Stored) -> bool:
