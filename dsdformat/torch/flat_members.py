@@ -110,7 +110,10 @@ class FlatMembers:
             parameter.requires_grad_(trainable)
 
     def release(self) -> None:
-        """Let go of memory, so that a copy of these objects copies none."""
+        """Let go of views and memory, so that a copy of these objects copies none."""
+        for slot in self._every_slot:
+            # Set, and not deleted: recurrent modules keep their weights in a list as well.
+            setattr(slot.owner, slot.name, torch.empty(0))
         for parameter in self.parameters:
             parameter.grad = None
             parameter.data = parameter.data.new_empty(0)

@@ -141,10 +141,12 @@ def _joined(layout: FlatLayout, key: Any, values: Mapping[str, Any], like: Any) 
             each = ", ".join(f"{name}: {kind[0]} on {kind[1]}" for kind, name in kinds.items())
             _mismatch(layout, f"{shorten(key)} is not of one kind: {each}")
         return pack(list(values.values()))
+    if any(_is_large(tensor) for value in values.values() for tensor in _tensors(value)):
+        for name, value in values.items():
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else shorten(value)
+            if shape != shapes[name]:
+                _mismatch(layout, f"{shorten(key)} of {name} is {shape}, not {shapes[name]}")
     for name, value in values.items():
-        if any(map(_is_large, _tensors(value))):
-            shape = list(value.shape) if isinstance(value, torch.Tensor) else shorten(value)
-            _mismatch(layout, f"{shorten(key)} of {name} is {shape}, not {list(shapes[name])}")
         if not _equal(value, first):
             _mismatch(
                 layout,

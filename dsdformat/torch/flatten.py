@@ -353,7 +353,6 @@ class FlattenParams(nn.Module):
             if not self._plain:
                 self._check_views()
                 for members in self._members:
-                    members.remove_views()
                     members.release()
                 stack.callback(self._link)
             twin.__setstate__(copy.deepcopy(self.__dict__, memo))

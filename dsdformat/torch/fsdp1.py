@@ -20,7 +20,14 @@ from dsdformat.torch.fqn import canonical_name
 from dsdformat.torch.introspect import own_method
 from dsdformat.torch.slots import initial_state
 
-__all__ = ["fsdp_modules", "load_model", "model_entries", "optimizer_entries", "optimizer_to_load"]
+__all__ = [
+    "fsdp_modules",
+    "group_names",
+    "load_model",
+    "model_entries",
+    "optimizer_entries",
+    "optimizer_to_load",
+]
 
 
 def fsdp_modules(module: nn.Module) -> list[Any]:
@@ -86,6 +93,21 @@ def optimizer_entries(
         for group in entries["param_groups"]
     ]
     return {"state": states, "param_groups": groups}
+
+
+def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the canonical names in each group, also of what one flat parameter holds.
+
+    Ranks: collective over the process group of the FSDP1 modules.
+    """
+    kind = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel
+    raw = {**own_method(optimizer, "state_dict")(), "state": {}}
+    with _state_dict_type(model, full=False, first_only=False):
+        entries = kind.optim_state_dict(model, optimizer, raw, group=_group(model))
+    return [
+        [canonical_name(model, name) for name in group["params"]]
+        for group in entries["param_groups"]
+    ]
 
 
 def optimizer_to_load(

@@ -128,7 +128,7 @@ def set_optimizers(
     Ranks: collective over the group if `from_first`, or with FSDP1; else local.
     """
     if fsdp1.fsdp_modules(model):
-        _set_fsdp1(model, optimizers, given, full=full, from_first=from_first)
+        _set_fsdp1(model, optimizers, given, full=full, strict=strict, from_first=from_first)
         return
     names = Namer({"model": model}).names_of(optimizers, _PLACE)
     live = [
@@ -326,11 +326,16 @@ def _set_fsdp1(
     given: Mapping[str, Any],
     *,
     full: bool,
+    strict: bool,
     from_first: bool,
 ) -> None:
     for optimizer in optimizers:
-        names = [name for name, _ in model.named_parameters()]
-        nested = _nested(given, [names])
+        live = fsdp1.group_names(model, optimizer)
+        nested = _nested(given, live)
+        if given:
+            nested = _own_part(nested, live, optimizer)
+        if strict and given and not from_first:
+            _check_flat(live, nested)
         entries = fsdp1.optimizer_to_load(
             model, optimizer, nested, full=full, first_only=from_first
         )
@@ -345,6 +350,30 @@ def _set_fsdp1(
             for group in entries[GROUPS]
         ]
         Installer(optimizer, states, groups, {}, {}).run()
+
+
+def _own_part(
+    nested: Mapping[str, Any], live: Sequence[Sequence[str]], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Return what is of the parameters of one optimizer, in the groups that it has."""
+    groups = []
+    empty = [group for group in nested[GROUPS] if not group[PARAMS]]
+    for names, own in zip(live, optimizer.param_groups, strict=True):
+        found = [group for group in nested[GROUPS] if set(group[PARAMS]).intersection(names)]
+        if not names:
+            found = [empty.pop(0)] if empty else []
+        groups.append({**(found[0] if found else own), PARAMS: list(names)})
+    members = {name for names in live for name in names}
+    states = {name: state for name, state in nested[STATE].items() if name in members and state}
+    return {STATE: states, GROUPS: groups}
+
+
+def _check_flat(live: Sequence[Sequence[str]], nested: Mapping[str, Any]) -> None:
+    missing = [name for names in live for name in names if name not in nested[STATE]]
+    if nested[STATE] and missing:
+        raise StateDictMismatchError(
+            f"Missing optimizer state of parameter {missing[0]}", code="state_mismatch"
+        )
 
 
 def _makers(
