@@ -39,6 +39,7 @@ _WRAPPERS = (
         "FullyShardedDataParallel",
         "_fsdp_wrapped_module",
     ),
+    ("fairscale.nn.misc.flatten_params_wrapper", "FlattenParamsWrapper", "_fpw_module"),
 )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dsdformat.errors import MismatchError
-from dsdformat.torch import flat_optim, fsdp1
+from dsdformat.torch import dotted, fsdp1
 from dsdformat.torch.broadcast import broadcast
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.model_state import StateDictMismatchError, finished, form_of, from_form
@@ -63,7 +63,7 @@ def get_optimizers(
         if not leaves:
             return {}
         nested = _replaced(nested, (), leaves)
-    return flat_optim.flatten(nested) if flat else nested
+    return dotted.flatten(nested) if flat else nested
 
 
 def _with_slots(
@@ -153,7 +153,7 @@ def _nested(given: Mapping[str, Any], live: Sequence[Sequence[str]]) -> dict[str
     if not given:
         return {STATE: {}, GROUPS: []}
     if not (STATE in given and isinstance(given.get(GROUPS), list)):
-        unflattened: dict[str, Any] = flat_optim.unflatten(given, live)
+        unflattened: dict[str, Any] = dotted.unflatten(given, live)
         return unflattened
     states, groups = given[STATE], given[GROUPS]
     members = [one for group in groups for one in group[PARAMS]]

@@ -347,7 +347,11 @@ def _by_name(model: nn.Module, given: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a flat dict, also for one of submodules, which is deprecated."""
     if not any(isinstance(key, nn.Module) for key in given):
         return dict(given)
-    _warn_of(set(given))
+    warnings.warn(
+        "Passing model_state_dict as a dict of modules is deprecated: use names of the whole model",
+        FutureWarning,
+        stacklevel=3,
+    )
     return {
         f"{prefix}{name}": value
         for module, values in given.items()
