@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsdformat.boxes import Box, copy_runs
-from dsdformat.errors import ArgumentError, FormatError, Problem
+from dsdformat.errors import ArgumentError, FormatError, Problem, shorten
 from dsdformat.format.checks import ChunkPlace, TensorRow
 from dsdformat.format.codecs import RAW, decode_block
 from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
@@ -42,8 +42,10 @@ class Workers:
     """
 
     def __init__(self, count: int | None = None) -> None:
-        if count is not None and count < 1:
-            raise ArgumentError(f"threads is {count}, expected 1 or more", code="bad_argument")
+        if count is not None and (type(count) is not int or count < 1):
+            raise ArgumentError(
+                f"threads is {shorten(count)}, expected 1 or more", code="bad_argument"
+            )
         self.count = count or min(8, os.cpu_count() or 1)
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()

@@ -221,8 +221,8 @@ class PartWriter:
     def _codec_number(self, source: TensorSource, name: str) -> int:
         choice = source.codec
         if choice is None:
-            choice = self._codec if isinstance(self._codec, str) else self._codec(name)
-        if choice not in _CODEC_NUMBERS:
+            choice = self._codec(name) if callable(self._codec) else self._codec
+        if not isinstance(choice, str) or choice not in _CODEC_NUMBERS:
             raise ArgumentError(
                 f"{shorten(choice)} is not a codec",
                 code="bad_argument",
@@ -411,6 +411,8 @@ def _check_options(rank: int, world_size: int, block_nbytes: int) -> None:
 
 
 def _text_map(values: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(values, Mapping):
+        raise ArgumentError(f"expected a mapping, got {shorten(values)}", code="bad_argument")
     for key, value in values.items():
         if not (_is_text(key) and _is_text(value)):
             raise ArgumentError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
+import inspect
 import pkgutil
 import tomllib
 from pathlib import Path
@@ -76,6 +78,46 @@ def test_the_version_is_that_of_the_project():
 def test_the_format_version_is_that_of_the_spec():
     first = (ROOT / "spec" / "dsd-1.md").read_text("utf-8").splitlines()[0]
     assert first.endswith(f"format version {'.'.join(map(str, dsdformat.FORMAT_VERSION))}")
+
+
+TORCH_NAMES = [
+    "Cast",
+    "LoadReport",
+    "Loaded",
+    "Mismatch",
+    "Recipe",
+    "broadcast",
+    "distribute",
+    "gather",
+    "load",
+    "load_model",
+    "rng_state",
+    "save",
+    "set_rng_state",
+    "snapshot",
+]
+
+
+def test_the_names_for_torch_are_exactly_these():
+    module = importlib.import_module("dsdformat.torch")
+    assert sorted(module.__all__) == sorted(TORCH_NAMES)
+    assert all(hasattr(module, name) for name in TORCH_NAMES)
+
+
+def test_the_drop_in_has_every_name_and_parameter_of_the_module_it_stands_for():
+    ours = importlib.import_module("dsdformat.torch.state_dict")
+    theirs = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    private = ["_patch_model_state_dict", "_patch_optimizer_state_dict", "_init_optim_state"]
+    for name in [*theirs.__all__, *private]:
+        one, other = getattr(ours, name), getattr(theirs, name)
+        if inspect.isfunction(other):
+            assert list(inspect.signature(one).parameters) == (
+                list(inspect.signature(other).parameters)
+            ), name
+    fields = [
+        [field.name for field in dataclasses.fields(m.StateDictOptions)] for m in (ours, theirs)
+    ]
+    assert fields[0] == fields[1]
 
 
 # Importing

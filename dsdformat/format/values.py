@@ -9,9 +9,11 @@ or imported by a name from a file.
 from __future__ import annotations
 
 import cmath
+import functools
 import math
 import pathlib
 import re
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -169,7 +171,7 @@ class _Encoder:
     def refuse(self, value: Any, why: str = "") -> NoReturn:
         kind = type(value)
         what = why or f"a value of type {kind.__module__}.{kind.__qualname__}"
-        if callable(value) and not why:
+        if isinstance(value, (type, *_FUNCTIONS)) and not why:
             what = f"a {'class' if isinstance(value, type) else 'function'}"
         place = render_path(self.path)
         raise UnsupportedValueError(
@@ -346,6 +348,14 @@ def _is_windows_anchor(anchor: str) -> bool:
     return len(names) == 2 and all(
         name not in ("", ".") and not any(char in name for char in "/:?\0") for name in names
     )
+
+
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+)
 
 
 def _hint(value: Any) -> str:

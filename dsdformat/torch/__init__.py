@@ -1,12 +1,17 @@
 """Save and load PyTorch training states: modules, optimizers, schedulers, tensors, values.
 
-One process. `save` files modules under canonical FQNs and optimizers by the names of their
+`save` files modules under canonical FQNs and optimizers by the names of their
 parameters; `load` compares everything first, then reads in place. Nothing is pickled, and nothing
-that a file holds is executed or imported.
+that a file holds is executed or imported. Files are written and read by one process; `gather`,
+`distribute` and `broadcast` move DTensors between ranks, and `state_dict` reads and sets states
+in any wrapping.
 """
 
 from __future__ import annotations
 
+from dsdformat.torch.broadcast import broadcast
+from dsdformat.torch.distribute import distribute
+from dsdformat.torch.gather import gather
 from dsdformat.torch.load import load, load_model
 from dsdformat.torch.recipes import Recipe
 from dsdformat.torch.report import Cast, Loaded, LoadReport, Mismatch
@@ -20,6 +25,9 @@ __all__ = [
     "Loaded",
     "Mismatch",
     "Recipe",
+    "broadcast",
+    "distribute",
+    "gather",
     "load",
     "load_model",
     "rng_state",

@@ -21,10 +21,12 @@ __all__ = [
     "as_bits",
     "box_view",
     "bytes_of",
+    "carrier",
     "data_of",
     "empty",
     "is_packed",
     "memory_order",
+    "overlaps_itself",
     "row_boxes",
     "tensor_over",
 ]
@@ -41,13 +43,18 @@ _CARRIERS = {
 }
 
 
+def carrier(itemsize: int) -> torch.dtype:
+    """Return a dtype of this width that torch can copy, and that stands for any other."""
+    return _CARRIERS[itemsize]
+
+
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a strided tensor as elements of the same width that torch can copy."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    carrier = torch.empty(0, dtype=_CARRIERS[tensor.element_size()], device=tensor.device)
+    bits = torch.empty(0, dtype=carrier(tensor.element_size()), device=tensor.device)
     storage, offset = tensor.untyped_storage(), tensor.storage_offset()
-    return carrier.set_(storage, offset, tensor.shape, tensor.stride())
+    return bits.set_(storage, offset, tensor.shape, tensor.stride())
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
@@ -126,6 +133,17 @@ def _row_boxes(
     offset[dim] = 0
 
 
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor may share memory, as those of an expanded one do."""
+    reach = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step < reach:
+                return tensor.numel() > 0
+            reach += (size - 1) * step
+    return False
+
+
 def memory_order(tensor: torch.Tensor) -> list[int] | None:
     """Return the order of the dims in memory, outermost first, of a dense permuted tensor.
 
@@ -161,7 +179,7 @@ def empty(
 
 def tensor_over(view: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """Return the tensor of these packed bytes, which it shares and keeps alive."""
-    raw = torch.frombuffer(view, dtype=torch.uint8).view(_CARRIERS[dtype.itemsize])
+    raw = torch.frombuffer(view, dtype=torch.uint8).view(carrier(dtype.itemsize))
     return _retyped(raw.view(tuple(shape)), dtype)
 
 

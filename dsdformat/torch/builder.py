@@ -5,23 +5,26 @@ Tensors of one number are one tensor, so that tied names stay tied.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dsdformat.errors import ArgumentError, UnsupportedValueError
+from dsdformat.errors import ArgumentError, UnsupportedValueError, shorten
+from dsdformat.format.dtypes import DTYPES
+from dsdformat.limits import MIB
 from dsdformat.reader import Checkpoint
-from dsdformat.torch.buffers import bytes_of, empty, memory_order, tensor_over
+from dsdformat.torch.buffers import bytes_of, carrier, empty, memory_order, tensor_over
 from dsdformat.torch.composites import put_together
 from dsdformat.torch.dtypes import torch_dtype
-from dsdformat.torch.moves import Move, verify_whole
+from dsdformat.torch.moves import Move, can_cast, verify_whole
 from dsdformat.torch.sources import ORDER, numpy_side
 from dsdformat.torch.stored import Composite, Path, Stored, find_items, is_numpy, rebuilt
 
 __all__ = ["Builder", "Form", "array_over", "stored_dtype"]
+
+SUBCLASS = "torch.subclass"
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,9 @@ class Form:
     device: torch.device = torch.device("cpu")
 
 
+Key = tuple[int, Form]
+
+
 class Builder:
     """Makes tensors for one load."""
 
@@ -47,6 +53,7 @@ class Builder:
         mmap: bool,
         types: Mapping[str, type],
         form: Callable[[str], Form],
+        names: Mapping[int, Sequence[str]],
     ) -> None:
         """Begin.
 
@@ -54,65 +61,131 @@ class Builder:
             checkpoint: What is read.
             mmap: Whether tensors are maps of the file, where they can be.
             types: Tensor subclasses that may be rebuilt, by module and qualified name.
-            form: Gives the form of a tensor that has none of its own, by its display name.
+            form: Gives the form of a tensor that has none of its own, by its display name; asked
+                once for each name.
+            names: The display names of each tensor. Of those of a tied one, the first counts for
+                which a form is asked for that is not the usual one.
         """
         self._checkpoint = checkpoint
         self._mmap = mmap
         self._types = types
-        self._form = functools.cache(form)  # a caller's function is asked once for each name
-        self._needed: dict[tuple[int, Form], Stored] = {}
-        self._made: dict[tuple[int, Form], torch.Tensor] = {}
+        self._form = form
+        self._names = names
+        self._forms: dict[int, Form] = {}
+        self._needed: dict[Key, Stored] = {}
+        self._made: dict[Key, torch.Tensor] = {}
+        self._arrays: dict[Key, Any] = {}
+        self._composites: list[tuple[Composite, Path, Form | None]] = []
+        self._composed: dict[int, torch.Tensor] = {}
 
-    def need(self, value: Any, form: Form | None = None) -> None:
-        """Announce that a value, and the tensors in it, will be made."""
+    def need(self, value: Any, path: Path = (), form: Form | None = None) -> None:
+        """Announce that a value, and the tensors in it, will be made.
+
+        Raises:
+            UnsupportedValueError: this torch lacks a dtype, or a class is not in `types`.
+        """
         if isinstance(value, Stored):
-            stored_dtype(value)
-            key = value.index, form or self._form(value.name)
+            if not is_numpy(value):
+                stored_dtype(value)
+            key = self._key(value, form)
             if ORDER in value.attributes or key not in self._needed:
                 self._needed[key] = value
-        for _, item in find_items(value) or ():
-            self.need(item, form)
+        if isinstance(value, Composite):
+            self._check_type(value, path)
+            self._composites.append((value, path, form))
+        for step, item in find_items(value) or ():
+            self.need(item, (*path, step), form)
 
     def moves(self) -> Iterator[Move]:
         """Allocate what was announced, and list what is to be read."""
         for key, stored in self._needed.items():
             index, form = key
-            dtype = form.dtype or stored_dtype(stored)
-            if self._mmap and form.device.type == "cpu" and dtype == stored_dtype(stored):
-                mapped = self._map(stored)
+            at_rest = torch_dtype(stored.entry.dtype) or _carrier_of(stored)
+            dtype = form.dtype or at_rest
+            if self._mmap and form.device.type == "cpu" and dtype == at_rest:
+                mapped = self._map(stored, at_rest)
                 if mapped is not None:
                     self._made[key] = mapped
                     continue
+            if stored.entry.nbytes >= MIB:
+                self._checkpoint.table.row(index)  # that there is so much, before it is allocated
             made = empty(stored.entry.shape, dtype, form.device, stored.attributes.get(ORDER))
             self._made[key] = made
-            yield Move(index, stored_dtype(stored), made)
+            yield Move(index, at_rest, made)
+
+    def compose(self) -> None:
+        """Put composite tensors together; what is wrong with their components shows here."""
+        for value, path, form in self._composites:
+            self.make(value, path, form)
 
     def make(self, value: Any, path: Path, form: Form | None = None) -> Any:
         """Make a value that was announced; containers are new, tied tensors are one."""
         if isinstance(value, Stored):
-            tensor = self._made[value.index, form or self._form(value.name)]
-            return array_over(tensor, value.entry.dtype) if is_numpy(value) else tensor
+            return self._tensor(value, self._key(value, form))
+        if id(value) in self._composed:
+            return self._composed[id(value)]
         items = find_items(value)
         if items is None:
             return value
         made = rebuilt(value, [(key, self.make(item, (*path, key), form)) for key, item in items])
         if isinstance(made, Composite):
-            return put_together(made.kind, made.parts, self._types, path)
+            made = put_together(made.kind, made.parts, self._types, path)
+            self._composed[id(value)] = made
         return made
 
-    def _map(self, stored: Stored) -> torch.Tensor | None:
+    def _tensor(self, stored: Stored, key: Key) -> Any:
+        tensor = self._made[key]
+        if not is_numpy(stored):
+            return tensor
+        if key not in self._arrays:
+            self._arrays[key] = array_over(tensor, stored.entry.dtype)
+        return self._arrays[key]
+
+    def _key(self, stored: Stored, form: Form | None) -> Key:
+        """Return what a tensor is made as: arrays are as stored, and in host memory."""
+        if form is None:
+            form = Form() if is_numpy(stored) else self._form_of(stored)
+        return stored.index, form
+
+    def _form_of(self, stored: Stored) -> Form:
+        if stored.index not in self._forms:
+            forms = [self._form(name) for name in self._names.get(stored.index, [stored.name])]
+            form = next((one for one in forms if one != Form()), Form())
+            self._forms[stored.index] = self._checked(stored, form)
+        return self._forms[stored.index]
+
+    def _checked(self, stored: Stored, form: Form) -> Form:
+        """Return a form without a cast of what is no float."""
+        dtype = torch_dtype(stored.entry.dtype)
+        if form.dtype is None or dtype is None or not dtype.is_floating_point:
+            return Form(None, form.device)
+        if not can_cast(dtype, form.dtype):
+            raise ArgumentError(
+                f"{stored.name}: torch converts no {stored.entry.dtype} to {form.dtype}",
+                code="bad_argument",
+            )
+        return form
+
+    def _check_type(self, composite: Composite, path: Path) -> None:
+        if composite.kind == SUBCLASS and composite.parts.get("type") not in self._types:
+            put_together(composite.kind, composite.parts, self._types, path)  # says what is wrong
+
+    def _map(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a tensor over a map, or None where there is none, or not at such an address."""
         try:
             view = stored.entry.map(writable=True)
         except ArgumentError as error:
             if error.code == "cannot_map":
                 return None
             raise
-        if self._checkpoint.table.verifies:
-            verify_whole(self._checkpoint, stored.index)
-        dtype = stored_dtype(stored)
         if not len(view):
             return empty(stored.entry.shape, dtype)
-        return tensor_over(view, dtype, stored.entry.shape)
+        tensor = tensor_over(view, dtype, stored.entry.shape)
+        if tensor.data_ptr() % dtype.itemsize:
+            return None
+        if self._checkpoint.table.verifies:
+            verify_whole(self._checkpoint, stored.index)
+        return tensor
 
 
 def stored_dtype(stored: Stored) -> torch.dtype:
@@ -124,7 +197,7 @@ def stored_dtype(stored: Stored) -> torch.dtype:
     dtype = torch_dtype(stored.entry.dtype)
     if dtype is None:
         raise UnsupportedValueError(
-            f"{stored.name}: torch {torch.__version__} has no dtype {stored.entry.dtype}",
+            f"{stored.name}: torch {torch.__version__} has no dtype {shorten(stored.entry.dtype)}",
             code="unsupported_dtype",
             hint="leave it out with select=..., or read it with dsdformat.numpy",
         )
@@ -137,3 +210,8 @@ def array_over(tensor: torch.Tensor, dtype: str) -> Any:
     packed = tensor.permute(order)
     array = numpy_side().array_over(bytes_of(packed), dtype, tuple(packed.shape))
     return array.transpose([order.index(dim) for dim in range(tensor.ndim)])
+
+
+def _carrier_of(stored: Stored) -> torch.dtype:
+    """Return a dtype of the same width as one that only numpy has."""
+    return carrier(DTYPES[stored.entry.dtype].itemsize)

@@ -43,8 +43,10 @@ def capture(state: Mapping[str, Any]) -> dict[str, Any]:
         UnsupportedValueError: an optimizer without its module; tensors without data.
         MismatchError: `state_conflict`: parts of one model or optimizer say different things.
     """
-    state = as_mapping(state)
-    plain: dict[str, Any] = _Capture(Namer(state)).walk_items(dict(state), ())
+    state = dict(as_mapping(state))
+    check_acyclic(state)
+    plain: dict[str, Any] = _Capture(Namer(state)).walk_items(state, ())
+    check_acyclic(plain)
     _check_data(plain)
     return plain
 
@@ -108,7 +110,7 @@ class _Capture:
         if kind is Kind.OPTIMIZER or kind is Kind.OPTIMIZERS:
             parts = [value] if kind is Kind.OPTIMIZER else value
             names = self._namer.names_of(parts, path)
-            return self.walk(capture_optimizers(parts, names, path), path)
+            return capture_optimizers(parts, names, path)
         if kind is Kind.STATEFUL:
             stored = value.state_dict()
             return stored if kind_of(stored) is Kind.STATEFUL else self.walk(stored, path)
@@ -153,6 +155,35 @@ def _entries_at(module: nn.Module, path: Path) -> Iterator[tuple[str, Any]]:
             hint=error.hint,
         ) from None
     return ((name, value) for _, name, value in entries)
+
+
+def check_acyclic(value: Any) -> None:
+    """Refuse a container that contains itself.
+
+    Raises:
+        UnsupportedValueError: `value_too_deep`, with the path.
+    """
+    done: set[int] = set()
+    way: dict[int, None] = {}
+
+    def visit(node: Any, path: Path) -> None:
+        if id(node) in way or len(path) > DEPTH_MAX:
+            place = render_path(path[:3])
+            raise UnsupportedValueError(
+                f"{place}…: nested too deep to be stored, or contains itself",
+                code="value_too_deep",
+                path_in_tree=place,
+            )
+        items = find_items(node)
+        if not items or id(node) in done:
+            return
+        way[id(node)] = None
+        for key, item in items:
+            visit(item, (*path, key))
+        del way[id(node)]
+        done.add(id(node))
+
+    visit(value, ())
 
 
 def _check_data(plain: Any) -> None:

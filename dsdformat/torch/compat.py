@@ -7,8 +7,9 @@ an object of a class whose module was never imported cannot exist.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 __all__ = [
     "coo_components",
+    "exact_states",
     "find_wrapped",
     "has_load_hooks",
     "is_lazy",
@@ -77,6 +79,30 @@ def swap_content(live: torch.Tensor, content: torch.Tensor) -> None:
         live._backward_hooks = hooks[0]
     if hooks[1]:
         live._post_accumulate_grad_hooks = hooks[1]
+
+
+@contextmanager
+def exact_states() -> Iterator[None]:
+    """Let `Optimizer.load_state_dict` take state tensors as they are, in this block.
+
+    It casts them to the dtype and device of their parameter, and knows no way not to.
+    """
+    kind: Any = torch.optim.Optimizer
+    name = "_process_value_according_to_param_policy"
+    with _EXACT:
+        original = kind.__dict__[name]
+        setattr(kind, name, staticmethod(_unchanged))
+        try:
+            yield
+        finally:
+            setattr(kind, name, original)
+
+
+_EXACT = threading.RLock()
+
+
+def _unchanged(_param: Any, value: Any, *_args: Any, **_options: Any) -> Any:
+    return value
 
 
 def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -44,8 +44,8 @@ def with_versions(wrapper: nn.Module, state: Mapping[str, Any]) -> Mapping[str, 
         plain = ".".join(step for step in path.split(".") if step != INNER)
         if path not in known and plain in versions:
             known[path] = versions[plain]
-    result: Any = OrderedDict(state)
-    result._metadata = known
+    result: OrderedDict[str, Any] = OrderedDict(state)
+    result._metadata = known  # type: ignore[attr-defined]
     return result
 
 

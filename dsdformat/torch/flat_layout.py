@@ -60,6 +60,13 @@ class FlatLayout:
         """How many elements the flat parameter has."""
         return sum(self.numels)
 
+    def all_names(self) -> dict[str, list[str]]:
+        """Map each name to itself and its aliases."""
+        result = {name: [name] for name in self.names}
+        for alias, name in self.aliases:
+            result[name].append(alias)
+        return result
+
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the views of a flat tensor that are the parameters in it.
 
@@ -73,7 +80,7 @@ class FlatLayout:
                 code="state_mismatch",
             )
         # One split, not many narrows: its gradient is one concatenation.
-        parts = flat.split(self.numels)
+        parts = torch.split(flat, list(self.numels))
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def under(self, prefix: str) -> FlatLayout:
@@ -124,7 +131,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Copy tensors of one dtype and device, bit for bit, into a new flat one."""
     dtype, device = tensors[0].dtype, tensors[0].device
     flat = empty((sum(tensor.numel() for tensor in tensors),), dtype, device)
-    parts = as_bits(flat).split([tensor.numel() for tensor in tensors])
+    parts = torch.split(as_bits(flat), [tensor.numel() for tensor in tensors])
     for part, tensor in zip(parts, tensors, strict=True):
         part.view(tensor.shape).copy_(as_bits(tensor.detach()))
     return flat

@@ -121,11 +121,8 @@ def join_state(
 def _entries(
     layout: FlatLayout, states: Mapping[str, Mapping[Any, Any]]
 ) -> dict[str, Mapping[Any, Any]]:
-    names: dict[str, list[str]] = {name: [name] for name in layout.names}
-    for alias, name in layout.aliases:
-        names[name].append(alias)
     found = {}
-    for name, aliases in names.items():
+    for name, aliases in layout.all_names().items():
         found[name] = next((states[alias] for alias in aliases if states.get(alias)), {})
         if not isinstance(found[name], Mapping):
             raise ArgumentError(f"the state of {name} is no mapping", code="bad_argument")

@@ -89,12 +89,16 @@ def find_children(value: Any) -> Iterator[tuple[Any, Any]] | None:
     return iter(enumerate(value)) if type(value) in (list, tuple) else None
 
 
-def holds_leaves(value: Any, depth: int = 0) -> bool:
+def holds_leaves(value: Any, depth: int = 0, seen: set[int] | None = None) -> bool:
     """Whether a value is, or holds at any depth, more than plain values."""
     if kind_of(value) is not Kind.OTHER:
         return True
     children = find_children(value) if depth < DEPTH_MAX else None
-    return children is not None and any(holds_leaves(item, depth + 1) for _, item in children)
+    seen = set() if seen is None else seen
+    if children is None or id(value) in seen:
+        return False
+    seen.add(id(value))
+    return any(holds_leaves(item, depth + 1, seen) for _, item in children)
 
 
 def local_tensor(tensor: torch.Tensor, place: Sequence[Any]) -> torch.Tensor:

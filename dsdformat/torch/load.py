@@ -25,6 +25,7 @@ from dsdformat.torch.stored import (
     display,
     find_items,
     leaves,
+    names_of,
     pruned,
     read_tree,
     renamed,
@@ -135,12 +136,12 @@ def load(  # noqa: PLR0913
     options = LoadOptions.of(strict, device, dtype, rename, select, mmap, types)
     template = None if state is None else as_mapping(state)
     with folders.open(path, verify=verify, digest=digest, threads=threads) as checkpoint:
-        tree = renamed(read_tree(checkpoint), options.renames)
+        tree, moved = renamed(read_tree(checkpoint), options.renames)
         if not options.selection.everything:
             options.selection.check_used([display(place) for place, _ in leaves(tree)])
         if template is None:
             return _load_plain(checkpoint, tree, options)
-        return Loading(checkpoint, tree, template, options).run()
+        return Loading(checkpoint, tree, template, options, moved).run()
 
 
 def load_model(
@@ -205,15 +206,16 @@ def load_model(
 def _load_plain(
     checkpoint: Checkpoint, tree: dict[str, Any], options: LoadOptions
 ) -> dict[str, Any]:
-    if not options.selection.everything:
-        tree = pruned(tree, options.selection)
+    tree = pruned(tree, options.selection)
     kept = tuple(f"{display(path)}/" for path in _kept_dtypes(tree, ()))
 
     def form(name: str) -> Form:
         cast = None if name.startswith(kept) else options.dtype(name)
         return Form(cast, options.device(name))
 
-    builder = Builder(checkpoint, mmap=options.mmap, types=options.types, form=form)
+    builder = Builder(
+        checkpoint, mmap=options.mmap, types=options.types, form=form, names=names_of(tree)
+    )
     builder.need(tree)
     fill(checkpoint, list(builder.moves()))
     result: dict[str, Any] = builder.make(tree, ())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsdformat.errors import shorten
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.introspect import Kind, holds_leaves, kind_of
+from dsdformat.torch.memory import Memory
 from dsdformat.torch.moves import fill
 from dsdformat.torch.names import Namer
 from dsdformat.torch.options import LoadOptions
@@ -19,14 +19,18 @@ from dsdformat.torch.placing import Plan
 from dsdformat.torch.report import Loaded
 from dsdformat.torch.sources import numpy_side
 from dsdformat.torch.stored import (
+    ABSENT,
     Composite,
+    Moved,
     Path,
     Stored,
     as_array,
     display,
     find_items,
     leaves,
-    unescaped,
+    names_of,
+    pruned,
+    rebuilt,
 )
 
 __all__ = ["Loading"]
@@ -50,6 +54,22 @@ _ORDER = (
 )
 
 
+@dataclass
+class Live:
+    """A leaf of the state, in a sequence of which something is returned."""
+
+    value: Any
+
+
+def _with_live(value: Any) -> Any:
+    if isinstance(value, Live):
+        return value.value
+    if type(value) in (dict, list, tuple):
+        items = find_items(value) or []
+        return rebuilt(value, [(key, _with_live(item)) for key, item in items])
+    return value
+
+
 class Loading:
     """Loads a tree into a state: compared when made, carried out by `run`."""
 
@@ -59,16 +79,21 @@ class Loading:
         tree: dict[str, Any],
         state: Mapping[str, Any],
         options: LoadOptions,
+        moved: Moved | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._options = options
+        self._moved = moved or Moved()
+        state = dict(state)
         self._namer = Namer(state)
+        taken = Memory(state)
         self._tasks: dict[Kind, list[_Task]] = {kind: [] for kinds in _ORDER for kind in kinds}
         builder = Builder(
             checkpoint,
             mmap=options.mmap,
             types=options.types,
             form=lambda name: Form(None, options.device(name)),
+            names=names_of(tree),
         )
         self.plan = Plan(
             builder,
@@ -76,6 +101,7 @@ class Loading:
             dtype=options.dtype,
             device=options.device,
             strict=options.strict,
+            memory=taken,
         )
         self._rest = self._walk_dict(state, tree, ())
         for kinds in _ORDER:
@@ -89,7 +115,7 @@ class Loading:
         for moves in self.plan.moves():
             fill(self._checkpoint, moves)
         self.plan.finish()
-        return Loaded(self.plan.builder.make(self._rest, ()), self.plan.report)
+        return Loaded(_with_live(self.plan.builder.make(self._rest, ())), self.plan.report)
 
     def _walk(self, live: Any, stored: Any, path: Path) -> Any:
         """Return what of the stored has no place, or `_PLACED`."""
@@ -113,7 +139,9 @@ class Loading:
         ]
         if all(item is _PLACED for item in items):
             return _PLACED
-        return [None if item is _PLACED else item for item in items]
+        # What has a place is in it, so that the sequence is whole.
+        pairs = zip(items, live, strict=True)
+        return type(stored)(Live(own) if item is _PLACED else item for item, own in pairs)
 
     def _walk_dict(self, live: Mapping[Any, Any], stored: Mapping[Any, Any], path: Path) -> Any:
         rest = {}
@@ -127,20 +155,29 @@ class Loading:
                 rest[key] = left
         for key, value in stored.items():
             if key not in live:
-                self.plan.unexpected(value, (*path, key))
-                if not any(isinstance(leaf, (Stored, Composite)) for _, leaf in leaves(value)):
-                    left = self._value(value, (*path, key))
-                    if left is not _PLACED:
-                        rest[key] = left
+                left = self._unwanted(value, (*path, key))
+                if left is not _PLACED:
+                    rest[key] = left
         return rest
+
+    def _unwanted(self, stored: Any, path: Path) -> Any:
+        """Report the tensors of what the state has no place for; return values."""
+        stored = pruned(stored, self.plan.selection, path)
+        if stored is ABSENT:
+            return _PLACED
+        self.plan.unexpected(stored, path)
+        if any(isinstance(leaf, (Stored, Composite)) for _, leaf in leaves(stored)):
+            return _PLACED
+        return self._value(stored, path)
 
     def _is_selected(self, stored: Any, path: Path) -> bool:
         return any(display(place) in self.plan.selection for place, _ in leaves(stored, path))
 
     def _value(self, stored: Any, path: Path) -> Any:
-        if not self._is_selected(stored, path):
+        stored = pruned(stored, self.plan.selection, path)
+        if stored is ABSENT:
             return _PLACED
-        self.plan.builder.need(stored)
+        self.plan.builder.need(stored, path)
         return stored
 
     def _place(self, kind: Kind, task: _Task) -> None:
@@ -148,9 +185,12 @@ class Loading:
         if kind in (Kind.MODULE, Kind.MODULES):
             place_modules(self.plan, [live] if kind is Kind.MODULE else live, stored, path)
         elif kind in (Kind.OPTIMIZER, Kind.OPTIMIZERS):
+            if not self._is_selected(stored, path):
+                return
             parts = [live] if kind is Kind.OPTIMIZER else live
             names = self._namer.names_of(parts, path)
-            place_optimizers(self.plan, parts, names, stored, path, self._renamed(names.path))
+            renamed = self._moved.of(names.path)
+            place_optimizers(self.plan, parts, names, stored, path, renamed)
         elif not self._is_selected(stored, path):
             return
         elif kind is Kind.TENSOR:
@@ -158,39 +198,30 @@ class Loading:
         elif kind is Kind.ARRAY:
             self._place_array(live, stored, path)
         else:
-            self.plan.builder.need(stored)
+            if isinstance(live.state_dict(), Mapping) and not isinstance(stored, Mapping):
+                found = type(stored).__name__
+                self.plan.mismatch(
+                    display(path), "kind", f"a {found}", "a dict, as of state_dict()"
+                )
+                return
+            self.plan.builder.need(stored, path)
             make = self.plan.builder.make
             self.plan.installs.append(lambda: live.load_state_dict(make(stored, path)))
 
     def _place_array(self, live: Any, stored: Any, path: Path) -> None:
         name = display(path)
-        dtype = numpy_side().dtype_of(stored.entry.dtype) if type(stored) is Stored else None
-        if dtype != live.dtype or stored.entry.shape != live.shape:
-            found = str(stored) if type(stored) is Stored else shorten(stored)
+        wanted = numpy_side().name_of(live.dtype), live.shape
+        if type(stored) is not Stored or (stored.entry.dtype, stored.entry.shape) != wanted:
+            found = str(stored) if type(stored) is Stored else f"a {type(stored).__name__}"
             self.plan.mismatch(name, "array", found, f"{live.dtype} {list(live.shape)}")
             return
         if not live.flags.writeable:
             self.plan.mismatch(name, "array", str(stored), "an array that can be written to")
             return
 
-        self.plan.builder.need(stored)
+        self.plan.builder.need(as_array(stored), path)
 
         def install() -> None:
             live[...] = self.plan.builder.make(as_array(stored), path)
 
         self.plan.installs.append(install)
-
-    def _renamed(self, module: Path | None) -> Callable[[str], str | None]:
-        """Return what FQNs of an optimizer are called now: what the module's entries are called."""
-        renames = self._options.renames
-        if not renames:
-            return lambda name: name
-        prefix = f"{display(module)}/" if module else ""
-
-        def wanted(name: str) -> str | None:
-            full = renames.name(display((*(module or ()), name)) if module else name)
-            if full is None or not full.startswith(prefix):
-                return None
-            return unescaped(full[len(prefix) :]) if module else full
-
-        return wanted

@@ -6,6 +6,7 @@ other is filled slab by slab.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from dsdformat.limits import MIB
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.buffers import as_bits, box_view, bytes_of, empty, is_packed, row_boxes
 
-__all__ = ["Move", "fill"]
+__all__ = ["Move", "can_cast", "fill", "verify_whole"]
 
 GROUP_NBYTES = 32 * MIB
 
@@ -71,8 +72,8 @@ def fill(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
             torch.autograd.graph.increment_version(move.into)
     for move in again:
         source = first[move.index]
-        if source.into.dtype == move.into.dtype:
-            as_bits(move.into).copy_(as_bits(source.into))
+        if source.into.dtype == move.into.dtype == move.stored:
+            _copy(move.into, source.into)
         else:  # the first one was cast, or is this one's stored form
             _fill_staged(checkpoint, [move])
 
@@ -113,10 +114,21 @@ def _fill_slabs(checkpoint: Checkpoint, move: Move) -> None:
 
 
 def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
-    if into.dtype == source.dtype:
+    if into.dtype == source.dtype and not into.is_conj() and not into.is_neg():
         as_bits(into).copy_(as_bits(source))
     else:
-        into.copy_(source)
+        with torch.inference_mode(into.is_inference()):
+            into.copy_(source)
+
+
+@functools.cache
+def can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether torch converts between two dtypes."""
+    try:
+        torch.empty(1, dtype=stored).to(wanted)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _host(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +70,40 @@ class Namer:
         }
         for owner in self._owners:
             if all(one in owner.names for one in wanted):
-                return ParamNames(owner.path, {one: owner.names[one] for one in wanted})
+                return ParamNames(owner.path, self._with_others(wanted, owner))
         spread: dict[int, list[str]] = {}
         for owner in self._owners:
             for one in wanted.keys() & owner.names.keys():
                 names = [emit_name((*owner.path, name), encoded_key) for name in owner.names[one]]
                 spread.setdefault(one, []).extend(names)
+        spread = {one: [*names, *self._others(one, names)] for one, names in spread.items()}
         nameless = [parameter for one, parameter in wanted.items() if one not in spread]
         if nameless:
             raise _nameless(nameless, len(wanted), place)
         return ParamNames(None, spread)
+
+    def _with_others(self, wanted: Iterable[int], owner: _Owner) -> dict[int, Sequence[str]]:
+        names = {one: owner.names[one] for one in wanted}
+        return {one: [*first, *self._others(one, first)] for one, first in names.items()}
+
+    def _others(self, one: int, first: Sequence[str]) -> list[str]:
+        """List names that a parameter may have in the file of a state with other sections."""
+        return [name for name in self._unique.get(one, ()) if name not in first]
+
+    @functools.cached_property
+    def _unique(self) -> dict[int, list[str]]:
+        """List for each parameter the names that it alone could be filed under."""
+        found: dict[str, set[int]] = {}
+        for owner in self._owners:
+            for one, names in owner.names.items():
+                for name in names:
+                    for form in (name, emit_name((*owner.path, name), encoded_key)):
+                        found.setdefault(form, set()).add(one)
+        unique: dict[int, list[str]] = {}
+        for name, owners in found.items():
+            if len(owners) == 1:
+                unique.setdefault(next(iter(owners)), []).append(name)
+        return unique
 
 
 def _owners(value: Any, path: Path) -> Iterator[_Owner]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,9 +19,17 @@ from dsdformat.format.paths import render_path
 from dsdformat.torch.introspect import own_method
 from dsdformat.torch.names import ParamNames
 
-__all__ = ["GROUPS", "OWN_KEYS", "SHARED", "STATE", "capture_optimizers"]
+__all__ = [
+    "GROUPS",
+    "OWN_KEYS",
+    "PARAMS",
+    "SHARED",
+    "STATE",
+    "capture_optimizers",
+    "check_owners",
+]
 
-STATE, GROUPS, SHARED = "state", "param_groups", "shared_state"
+STATE, GROUPS, SHARED, PARAMS = "state", "param_groups", "shared_state", "params"
 # What a group says of its parameters, which the live optimizer knows itself.
 OWN_KEYS = frozenset({"params", "param_names"})
 
@@ -37,10 +45,33 @@ def capture_optimizers(
     Raises:
         MismatchError: `state_conflict`: two optimizers hold one parameter, or one thing twice.
     """
+    check_owners(optimizers, names, place)
     result: dict[str, Any] = {STATE: {}, GROUPS: OrderedDict()}
     for optimizer in optimizers:
         _Capture(optimizer, names, place, result).run()
     return result
+
+
+def check_owners(
+    optimizers: Sequence[torch.optim.Optimizer], names: ParamNames, place: Sequence[Any]
+) -> None:
+    """Check that no parameter is in two optimizers, or twice in one.
+
+    Raises:
+        MismatchError: `state_conflict`, with its name.
+    """
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group[PARAMS]:
+                if id(parameter) in seen:
+                    raise MismatchError(
+                        f"{render_path([*place, GROUPS])}: {names.first(parameter)} is in two "
+                        "groups or optimizers",
+                        code="state_conflict",
+                        hint="give optimizers that share parameters names of their own, in a dict",
+                    )
+                seen.add(id(parameter))
 
 
 class _Capture:
@@ -57,12 +88,18 @@ class _Capture:
         self.place = place
         self.result = result
         self.live: list[dict[str, Any]] = optimizer.param_groups
-        self.raw: Mapping[str, Any] = own_method(optimizer, "state_dict")()
         self.kind = type(optimizer).__name__
+        self.raw: Mapping[str, Any] = {}
+        try:
+            self.raw = own_method(optimizer, "state_dict")()
+        except (KeyError, TypeError):  # state of a parameter that is in no group any more
+            self._refuse()
 
     def run(self) -> None:
         keys = self._add_groups()
         for key, value in self.raw[STATE].items():
+            if key in keys and not isinstance(value, Mapping):
+                self._refuse()
             if key in keys:
                 if value != {}:  # an entry that was only touched holds nothing
                     self._add((STATE, keys[key]), value)
@@ -77,8 +114,11 @@ class _Capture:
         groups = self.raw.get(GROUPS) if isinstance(self.raw, Mapping) else None
         if not isinstance(groups, list) or not isinstance(self.raw.get(STATE), Mapping):
             self._refuse()
-        assert groups is not None
-        if [len(group["params"]) for group in groups] != [len(g["params"]) for g in self.live]:
+        counts = [
+            len(group[PARAMS]) if isinstance(group, Mapping) and PARAMS in group else -1
+            for group in groups
+        ]
+        if counts != [len(group[PARAMS]) for group in self.live]:
             self._refuse()
         keys: dict[Any, str] = {}
         for group, live in zip(groups, self.live, strict=True):
@@ -102,7 +142,7 @@ class _Capture:
             )
         node[path[-1]] = value
 
-    def _refuse(self) -> None:
+    def _refuse(self) -> NoReturn:
         raise UnsupportedValueError(
             f"{render_path(self.place)}: state_dict() of this {self.kind} does not list the "
             f"groups that it has: {shorten(self.raw)}",

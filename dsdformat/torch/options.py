@@ -50,13 +50,13 @@ class LoadOptions:
     ) -> LoadOptions:
         """Check options; see `load`."""
         return LoadOptions(
-            by_name(strict, True, bool),
+            by_name(strict, True, as_flag),
             by_name(device, torch.device("cpu"), as_device),
             by_name(dtype, None, as_dtype),
             Renames(rename),
             Selection(select),
             mmap,
-            {type_name(kind): kind for kind in types},
+            _named_types(types),
         )
 
 
@@ -80,3 +80,17 @@ def as_dtype(value: Any) -> torch.dtype:
             f"dtype takes floating dtypes of torch, got {shorten(value)}", code="bad_argument"
         )
     return value
+
+
+def as_flag(value: Any) -> bool:
+    """Return a bool, or raise `bad_argument`."""
+    if type(value) is not bool:
+        raise ArgumentError(f"strict is True or False, got {shorten(value)}", code="bad_argument")
+    return value
+
+
+def _named_types(types: Any) -> dict[str, type]:
+    kinds = [types] if isinstance(types, type) else types
+    if not isinstance(kinds, Iterable) or not all(isinstance(kind, type) for kind in kinds):
+        raise ArgumentError(f"types takes classes, got {shorten(types)}", code="bad_argument")
+    return {type_name(kind): kind for kind in kinds}

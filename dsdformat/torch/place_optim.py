@@ -6,17 +6,25 @@ made anew with the stored dtype: nothing is cast to the dtype of the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from dsdformat.errors import shorten
+from dsdformat.errors import MismatchError, shorten
+from dsdformat.format.packing import emit
+from dsdformat.format.paths import render_path
+from dsdformat.format.values import Encoded, encode
+from dsdformat.torch.buffers import overlaps_itself
 from dsdformat.torch.builder import Form, stored_dtype
-from dsdformat.torch.compat import has_load_hooks
+from dsdformat.torch.compat import exact_states, has_load_hooks
+from dsdformat.torch.dtypes import find_named
 from dsdformat.torch.introspect import own_method
 from dsdformat.torch.names import ParamNames
-from dsdformat.torch.optim import GROUPS, OWN_KEYS, SHARED, STATE
+from dsdformat.torch.optim import GROUPS, OWN_KEYS, PARAMS, SHARED, STATE, check_owners
 from dsdformat.torch.placing import Plan
 from dsdformat.torch.report import Mismatch
 from dsdformat.torch.stored import Composite, Path, Stored, display, find_items, rebuilt
@@ -48,20 +56,32 @@ def place_optimizers(
         renamed: What a stored FQN is called now, or None if it is left out.
         fit: Plans where one value goes; values are read from a file if None.
     """
-    if not (
-        isinstance(stored, dict)
-        and isinstance(stored.get(STATE), dict)
-        and isinstance(stored.get(GROUPS), dict)
-        and all(isinstance(group, dict) for group in stored[GROUPS].values())
-        and all(isinstance(state, dict) for state in stored[STATE].values())
-    ):
-        hint = "the state of an optimizer by names of parameters"
-        plan.mismatch(display(path), "kind", "something else", hint)
+    fault = _find_fault(stored)
+    if fault:
+        plan.mismatch(display(path), "kind", fault, "the state of an optimizer by names")
         return
+    check_owners(optimizers, names, path)
     placement = _Placement(plan, names, _File(stored, renamed), path, fit or _FromFile(plan))
     for optimizer in optimizers:
         placement.add(optimizer)
-    placement.find_unexpected()
+    placement.find_unexpected(optimizers)
+
+
+def _find_fault(stored: Any) -> str | None:
+    """Say what in a stored value is not as the state of an optimizer is, or None."""
+    if not isinstance(stored, dict):
+        return f"a {type(stored).__name__}"
+    for key in (STATE, GROUPS, SHARED):
+        if not isinstance(stored.get(key, {} if key == SHARED else None), dict):
+            return f"a dict without a dict {key}"
+    for name, state in stored[STATE].items():
+        if type(name) is not str or not isinstance(state, dict):
+            return f"an entry {shorten(name)} that is no dict"
+    for key, group in stored[GROUPS].items():
+        params = group.get(PARAMS) if isinstance(group, dict) else None
+        if type(params) is not list or any(type(name) is not str for name in params):
+            return f"a group {shorten(key)} without a list of names"
+    return None
 
 
 class _File:
@@ -75,15 +95,10 @@ class _File:
                 self.states[name] = state
         self.groups: dict[str, Any] = {}  # name of a parameter -> key of its group
         self.values: dict[Any, dict[Any, Any]] = stored[GROUPS]
-        self.empty: list[Any] = []
         for key, group in self.values.items():
-            params = group.get("params")
-            for old in params if isinstance(params, list) else ():
-                name = renamed(old)
-                if name is not None:
-                    self.groups[name] = key
-            if params == []:
-                self.empty.append(key)
+            names = (renamed(old) for old in group[PARAMS])
+            self.groups.update((name, key) for name in names if name is not None)
+        self.empty = [key for key, group in self.values.items() if not group[PARAMS]]
         self.shared: dict[Any, Any] = stored.get(SHARED, {})
         self.rest = {k: v for k, v in stored.items() if k not in (STATE, GROUPS, SHARED)}
 
@@ -113,6 +128,8 @@ class _Placement:
                 if found is None:
                     name = self.names.first(parameter)
                     self._missing(name)
+                elif id(parameter) in self.plan.refused:
+                    self._refused(found)
                 elif self._is_selected(found):
                     state = self.file.states.get(found)
                     states[parameter] = (
@@ -122,11 +139,46 @@ class _Placement:
             key: self._fit(v, None, (SHARED, key), None) for key, v in self.file.shared.items()
         }
         rest = {key: self._fit(value, None, (key,), None) for key, value in self.file.rest.items()}
+        if not _takes_more(optimizer):
+            self._rehearse(optimizer, states)
         installer = Installer(optimizer, states, groups, shared, rest)
         self.plan.installs.append(installer.run)
 
-    def find_unexpected(self) -> None:
+    def _rehearse(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
+    ) -> None:
+        """Let a copy of the optimizer take the state, with tensors on meta.
+
+        Raises:
+            MismatchError: `state_mismatch`: its own code raises.
+        """
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for parameter in parameters:
+            name = self._name(parameter)
+            state[parameter] = _on_meta(self.file.states.get(name or "", {}))
+        twin = copy.copy(optimizer)
+        try:
+            twin.__setstate__({STATE: state, GROUPS: [dict(g) for g in optimizer.param_groups]})
+        except Exception as error:
+            raise MismatchError(
+                f"{render_path(self.path)}: {type(optimizer).__name__} cannot take this state: "
+                f"{type(error).__name__}: {error}",
+                code="state_mismatch",
+                hint="is it the state of another kind of optimizer?",
+            ) from error
+
+    def _refused(self, name: str) -> None:
+        """Report the entry of a parameter that is not loaded itself; it would not fit."""
+        if self._is_selected(name) and self.file.states.get(name):
+            full = display((*self.path, STATE, name))
+            self.plan.mismatch(full, "parameter", "that of another tensor", "one that is loaded")
+
+    def find_unexpected(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Report what the checkpoint has and no live optimizer wants."""
+        if not any(_takes_more(optimizer) for optimizer in optimizers):
+            for key in self.file.rest:
+                if self._selects((key,)):
+                    self.plan.report.unexpected.append(display((*self.path, key)))
         for name in self.file.names():
             if name not in self.used and self._is_selected(name):
                 self.plan.report.unexpected.append(display((*self.path, STATE, name)))
@@ -163,8 +215,12 @@ class _Placement:
         live = optimizer.state.get(parameter) or {}
         device = self.plan.device_of(parameter)
         on_device = bool(group.get("capturable") or group.get("fused"))
-        result = {}
+        result: dict[Any, Maker] = {}
         for key, value in self.file.states[name].items():
+            if not self._selects((STATE, name, key)):
+                if key in live:
+                    result[key] = functools.partial(live.get, key)
+                continue
             # A step is counted on the host, unless a kernel on the device counts it.
             place = torch.device("cpu") if key == "step" and not on_device else device
             result[key] = self._fit(value, live.get(key), (STATE, name, key), place, parameter)
@@ -213,16 +269,14 @@ class _Placement:
 
     def _compare(self, one: Any, other: Any) -> None:
         """Check that two stored groups, which are one group now, say the same."""
-        a, b = (
-            {k: v for k, v in self.file.values[key].items() if k not in OWN_KEYS}
-            for key in (one, other)
-        )
+        a, b = self.file.values[one], self.file.values[other]
         for key in dict.fromkeys([*a, *b]):
-            if not _equal(a.get(key), b.get(key)):
+            if key in OWN_KEYS or not self._selects((GROUPS, other, key)):
+                continue
+            if key not in a or key not in b or not _equal(a[key], b[key]):
                 name = display((*self.path, GROUPS, other, key))
-                if name in self.plan.selection:
-                    wanted = f"{shorten(a.get(key))}, as {one} of the same group has"
-                    self.plan.mismatch(name, "value", shorten(b.get(key)), wanted)
+                wanted = f"{_shown(a, key)}, as {one} of the same group has"
+                self.plan.mismatch(name, "value", _shown(b, key), wanted)
 
 
 class _FromFile:
@@ -230,7 +284,6 @@ class _FromFile:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._claimed: dict[tuple[int, int], int] = {}  # live memory -> what it gets
 
     def __call__(self, value: Any, live: Any, path: Path, device: Any, parameter: Any) -> Maker:
         plan = self._plan
@@ -247,21 +300,21 @@ class _FromFile:
             ]
             return lambda: rebuilt(value, [(key, make()) for key, make in makers])
         form = Form() if device is None else Form(None, device)
-        plan.builder.need(value, form)
+        plan.builder.need(value, path, form)
         return lambda: plan.builder.make(value, path, form)
 
     def _is_alike(self, stored: Stored, live: torch.Tensor, path: Path) -> bool:
         """Whether a live tensor can be read into; report one that is of another kind."""
         shape, dtype = stored.entry.shape, stored_dtype(stored)
-        if live.is_meta or live.layout != torch.strided:
+        if live.is_meta or live.layout != torch.strided or type(live) is not torch.Tensor:
             return False
         if shape != tuple(live.shape) or dtype != live.dtype:
             what = "dtype" if shape == tuple(live.shape) else "shape"
             wanted = f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)}"
             self._plan.other_form(Mismatch(display(path), what, str(stored), wanted))
             return False
-        memory = live.untyped_storage().data_ptr(), int(live.storage_offset())
-        return live.numel() == 0 or self._claimed.setdefault(memory, stored.index) == stored.index
+        odd = live.is_conj() or live.is_neg() or overlaps_itself(live) or live.requires_grad
+        return not odd and self._plan.memory.claim(live, stored.index)
 
 
 class Installer:
@@ -312,7 +365,7 @@ class Installer:
     def _hand_over(
         self, states: dict[torch.Tensor, dict[Any, Any]], groups: list[dict[Any, Any]]
     ) -> None:
-        """Call the optimizer's own `load_state_dict`, and undo the casts that torch's makes."""
+        """Call the optimizer's own `load_state_dict`, without the casts that torch's makes."""
         entries = own_method(self.optimizer, "state_dict")()
         numbers: dict[torch.Tensor, Any] = {}
         for saved, live, values in zip(
@@ -326,25 +379,52 @@ class Installer:
                 entries[STATE][numbers[parameter]] = state
         entries[STATE].update((key, make()) for key, make in self.shared.items())
         entries.update((key, make()) for key, make in self.rest.items())
-        own_method(self.optimizer, "load_state_dict")(entries)
+        with exact_states():
+            own_method(self.optimizer, "load_state_dict")(entries)
         for parameter, state in states.items():
             installed = self.optimizer.state.get(parameter)
             for key, value in state.items():
-                if isinstance(installed, dict) and _was_cast(installed.get(key), value, parameter):
+                # torch copies what can be iterated over by its type, which texts do not survive
+                if type(value) in (str, bytes) and isinstance(installed, dict):
                     installed[key] = value
 
 
-def _was_cast(live: Any, given: Any, parameter: torch.Tensor) -> bool:
-    both = isinstance(live, torch.Tensor) and isinstance(given, torch.Tensor)
-    return both and live.dtype != given.dtype and live.dtype == parameter.dtype
+def _on_meta(value: Any) -> Any:
+    """Return a stored value with tensors that have no memory."""
+    if isinstance(value, Stored):
+        return torch.empty(value.entry.shape, dtype=stored_dtype(value), device="meta")
+    if isinstance(value, Composite):
+        return None
+    items = find_items(value)
+    return value if items is None else rebuilt(value, [(k, _on_meta(v)) for k, v in items])
+
+
+def _takes_more(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer may do something with keys that torch's own ones do not have."""
+    method = own_method(optimizer, "load_state_dict")
+    return getattr(method, "__func__", None) is not torch.optim.Optimizer.load_state_dict or (
+        has_load_hooks(optimizer)
+    )
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if type(one) is Stored and type(other) is Stored:
-        return (
-            one.index == other.index or one.entry.content_digest() == other.entry.content_digest()
-        )
-    return type(one) is type(other) and bool(one == other)
+    """Whether two stored values are the same, of the same types."""
+
+    def leaf(value: Any, _path: Any) -> Any:
+        if isinstance(value, Stored):
+            return Encoded(["tensor", value.entry.content_digest()])
+        if isinstance(value, torch.Tensor):
+            return Encoded(["tensor", str(value.dtype), value.tolist()])
+        named = find_named(value)
+        return Encoded(["other", shorten(value)]) if named is None else named
+
+    return emit(encode(one, leaf=leaf)) == emit(encode(other, leaf=leaf))
+
+
+def _shown(group: Mapping[Any, Any], key: Any) -> str:
+    value = group.get(key)
+    tensor = isinstance(value, (Stored, Composite))
+    return "nothing" if key not in group else str(value) if tensor else shorten(value)
 
 
 def _flat(value: Any) -> Iterator[Any]:
@@ -356,6 +436,6 @@ def _flat(value: Any) -> Iterator[Any]:
 def _child(live: Any, key: Any) -> Any:
     if isinstance(live, Mapping):
         return live.get(key)
-    if isinstance(live, Sequence) and not isinstance(live, str) and key < len(live):
+    if type(live) in (list, tuple) and type(key) is int and key < len(live):
         return live[key]
     return None

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from dsdformat.errors import shorten
-from dsdformat.torch.buffers import as_bits, empty, memory_order
+from dsdformat.torch.buffers import as_bits, empty, memory_order, overlaps_itself
 from dsdformat.torch.builder import Builder, Form, stored_dtype
 from dsdformat.torch.compat import swap_content
 from dsdformat.torch.composites import find_kind, inner_tensors, take_apart
 from dsdformat.torch.introspect import local_tensor
-from dsdformat.torch.moves import Move
+from dsdformat.torch.memory import Memory
+from dsdformat.torch.moves import Move, can_cast
 from dsdformat.torch.report import Cast, LoadReport, Mismatch
 from dsdformat.torch.selection import Selection
 from dsdformat.torch.stored import Composite, Path, Stored, display, leaves
@@ -32,6 +33,8 @@ class Plan:
         report: What was found on the way.
         selection: The entries that are meant.
         installs: What to call once everything is read, in this order.
+        memory: What live tensors lie in, so that nothing is read over something else.
+        refused: Ids of live tensors that are not loaded, since they differ.
     """
 
     def __init__(
@@ -42,7 +45,9 @@ class Plan:
         dtype: Callable[[str], torch.dtype | None],
         device: Callable[[str], torch.device],
         strict: Callable[[str], bool],
+        memory: Memory | None = None,
     ) -> None:
+        self.memory = memory or Memory({})
         self.builder = builder
         self.report = LoadReport()
         self.selection = selection
@@ -51,6 +56,7 @@ class Plan:
         self._dtype = dtype
         self._device = device
         self._moves: list[Move] = []
+        self.refused: set[int] = set()  # ids of live tensors that differ
         self._placed: dict[Any, tuple[Stored, str]] = {}  # memory -> what it gets, and as which
         self._fills: list[tuple[torch.Tensor, Stored, Form]] = []  # meta tensors, and their content
         self._devices: dict[int, torch.device] = {}  # of meta tensors, by id
@@ -67,6 +73,12 @@ class Plan:
         Returns:
             Whether it fits.
         """
+        fits = self._place(stored, live, name, cast=cast)
+        if not fits:
+            self.refused.add(id(live))
+        return fits
+
+    def _place(self, stored: Any, live: torch.Tensor, name: str, *, cast: bool) -> bool:
         kind = find_kind(live)
         if kind is not None or type(stored) is Composite:
             return self._place_composite(stored, live, kind, name)
@@ -84,8 +96,8 @@ class Plan:
             return same or self.mismatch(name, "tie", *tie)
         if live.is_meta:
             return self._place_on_meta(stored, live, name)
-        if any(s == 0 and n > 1 for s, n in zip(live.stride(), live.shape, strict=True)):
-            return self.mismatch(name, "kind", str(stored), "an expanded tensor, which has no room")
+        if overlaps_itself(live):
+            return self.mismatch(name, "kind", str(stored), "a tensor whose elements share memory")
         self._moves.append(Move(stored.index, stored_dtype(stored), local_tensor(live, (name,))))
         return True
 
@@ -94,7 +106,9 @@ class Plan:
         if dtype == live.dtype:
             return True
         floats = dtype.is_floating_point and live.is_floating_point()
-        if not (cast and floats and self._dtype(name) == live.dtype):
+        if not (
+            cast and floats and self._dtype(name) == live.dtype and can_cast(dtype, live.dtype)
+        ):
             return False
         self.report.casts.append(Cast(name, stored.entry.dtype, _dtype_name(live.dtype)))
         return True
@@ -133,6 +147,7 @@ class Plan:
     def moves(self) -> Iterator[Sequence[Move]]:
         """List what is to be read: first what nobody sees yet, then what is read in place."""
         yield list(self.builder.moves())
+        self.builder.compose()
         yield self._moves
 
     def finish(self) -> None:
@@ -150,7 +165,7 @@ class Plan:
     def _place_on_meta(self, stored: Stored, live: torch.Tensor, name: str) -> bool:
         form = Form(live.dtype, self._device(name))
         self._devices[id(live)] = form.device
-        self.builder.need(stored, form)
+        self.builder.need(stored, (name,), form)
         self._fills.append((live, stored, form))
         return True
 
@@ -161,7 +176,7 @@ class Plan:
             wanted = kind.removeprefix("torch.") if kind else "strided"
             return self.mismatch(name, "kind", _kind(stored), f"a {wanted} tensor")
         if kind != "torch.subclass":
-            self.builder.need(stored)
+            self.builder.need(stored, (name,))
 
             def install() -> None:
                 replace_content(live, self.builder.make(stored, (name,)))
@@ -219,7 +234,7 @@ def same_content(one: Any, other: Any) -> bool:
 def _kind(stored: Any) -> str:
     if isinstance(stored, (Stored, Composite)):
         return str(stored) if type(stored) is Composite else f"a tensor, {stored}"
-    return f"a value, {shorten(stored)}"
+    return f"a value of type {type(stored).__name__}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

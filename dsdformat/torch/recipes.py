@@ -65,6 +65,11 @@ def recipe_values(recipes: Mapping[str, Recipe], state: Mapping[str, Any]) -> di
             code="bad_argument",
             hint="recipes are filed under this key; call yours something else",
         )
+    if not isinstance(recipes, Mapping):
+        raise ArgumentError(
+            f"recipes is a mapping from keys of the state, got {shorten(recipes)}",
+            code="bad_argument",
+        )
     for key, recipe in recipes.items():
         if key not in state or not isinstance(recipe, Recipe):
             raise ArgumentError(

@@ -23,8 +23,8 @@ class Selection:
     """The entries that are meant: all, or those whose names match a glob."""
 
     def __init__(self, globs: str | Iterable[str] | None) -> None:
-        self._match = None if globs is None else _matcher(_texts(globs))
-        self.globs = globs
+        self._globs = [] if globs is None else _texts(globs)
+        self._match = None if globs is None else _matcher(self._globs)
 
     @property
     def everything(self) -> bool:
@@ -35,24 +35,27 @@ class Selection:
         return self._match is None or self._match(name)
 
     def check_used(self, names: Sequence[str]) -> None:
-        """Check that the globs match something.
+        """Check that each glob matches something.
 
         Raises:
             EntryNotFoundError: `entry_not_found`, with names that are spelled alike.
         """
-        if not self.everything and not any(name in self for name in names):
-            wanted = self.globs if isinstance(self.globs, str) else " ".join(self.globs or ())
-            raise EntryNotFoundError(
-                f"nothing in the checkpoint matches {shorten(wanted)}",
-                name=wanted,
-                close_matches=difflib.get_close_matches(wanted, names[:3000], n=3, cutoff=0.3),
-            )
+        if not self.everything and not self._globs:
+            raise EntryNotFoundError("select names nothing", name="")
+        exact = _ancestry(names) if len(self._globs) > 1 else set()
+        for glob in self._globs:
+            if glob.rstrip("/") not in exact and not any(map(_matcher([glob]), names)):
+                raise EntryNotFoundError(
+                    f"nothing in the checkpoint matches {shorten(glob)}",
+                    name=glob,
+                    close_matches=difflib.get_close_matches(glob, names[:3000], n=3, cutoff=0.3),
+                )
 
 
 class Renames:
     """What entries of the checkpoint are called in the state that they are loaded into."""
 
-    def __init__(self, rename: Rename | None) -> None:
+    def __init__(self, rename: Any) -> None:
         self._function: Callable[[str], str | None] | None = None
         self._exact: Mapping[str, str] = {}
         self._prefixes: Sequence[tuple[str, str]] = ()
@@ -60,8 +63,14 @@ class Renames:
             self._function = rename
         elif isinstance(rename, Mapping):
             self._exact = {_text(old): _text(new) for old, new in rename.items()}
-        elif rename is not None:
+        elif isinstance(rename, Sequence) and not isinstance(rename, str):
             self._prefixes = [_pair(pair) for pair in rename]
+        elif rename is not None:
+            raise ArgumentError(
+                "rename is a mapping of names, pairs of prefixes, or a function of the name, "
+                f"got {shorten(rename)}",
+                code="bad_argument",
+            )
         self._used: set[str] = set()
 
     def __bool__(self) -> bool:
@@ -122,18 +131,42 @@ def by_name(option: Any, default: Any, check: Callable[[Any], Any]) -> Callable[
 
 
 def _matcher(globs: Sequence[str]) -> Callable[[str], bool]:
-    branches = tuple(glob.rstrip("/") + "/" for glob in globs)
-    patterns = [re.compile(fnmatch.translate(glob)) for glob in globs]
-    exact = frozenset(globs)
-    return lambda name: (
-        name in exact
-        or name.startswith(branches)
-        or any(pattern.match(name) for pattern in patterns)
-    )
+    plain = frozenset(glob.rstrip("/") for glob in globs)
+    patterns = [re.compile(fnmatch.translate(glob)) for glob in globs if _WILD.search(glob)]
+    branches = tuple(glob.rstrip("/") + "/" for glob in globs if _WILD.search(glob))
+
+    def match(name: str) -> bool:
+        return (
+            not plain.isdisjoint(_ancestry([name]))
+            or name.startswith(branches)
+            or any(pattern.match(name) for pattern in patterns)
+        )
+
+    return match
 
 
-def _texts(globs: str | Iterable[str]) -> list[str]:
-    return [globs] if isinstance(globs, str) else [_text(glob) for glob in globs]
+_WILD = re.compile(r"[*?\[]")
+
+
+def _ancestry(names: Iterable[str]) -> set[str]:
+    """Return the names, and those of all branches that they lie in."""
+    result: set[str] = set()
+    for name in names:
+        branch = name
+        while branch not in result:
+            result.add(branch)
+            branch = branch.rpartition("/")[0]
+    return result
+
+
+def _texts(globs: Any) -> list[str]:
+    if isinstance(globs, str):
+        return [globs]
+    if not isinstance(globs, Iterable):
+        raise ArgumentError(
+            f"select is a glob or several, got {shorten(globs)}", code="bad_argument"
+        )
+    return [_text(glob) for glob in globs]
 
 
 def _text(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,7 +53,9 @@ class _Copies:
         if is_array(value):
             return self._array(value)
         items = find_items(value)
-        return value if items is None else rebuilt(value, [(k, self.copy(v)) for k, v in items])
+        if items is None:
+            return copy.deepcopy(value)
+        return rebuilt(value, [(key, self.copy(item)) for key, item in items])
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         self._alive.append(tensor)
@@ -64,9 +67,9 @@ class _Copies:
         local = local_tensor(tensor, ())
         key = tensor_identity(local, tensor)
         if key not in self._made:
-            copy = empty(local.shape, local.dtype, order=memory_order(local))
-            as_bits(copy).copy_(as_bits(local))
-            self._made[key] = copy
+            made = empty(local.shape, local.dtype, order=memory_order(local))
+            as_bits(made).copy_(as_bits(local))
+            self._made[key] = made
         return self._made[key]
 
     def _array(self, array: Any) -> Any:

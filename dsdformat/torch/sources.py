@@ -13,6 +13,7 @@ from dsdformat.format.paths import render_path
 from dsdformat.format.values import Named
 from dsdformat.sources import Reference, TensorSource
 from dsdformat.torch.buffers import data_of, memory_order
+from dsdformat.torch.compat import is_lazy
 from dsdformat.torch.composites import find_kind, refusal, take_apart
 from dsdformat.torch.dtypes import find_named, logical_dtype
 from dsdformat.torch.introspect import is_array, local_tensor
@@ -59,9 +60,15 @@ class Adapter:
     def _tensor(self, tensor: torch.Tensor, place: Sequence[Any]) -> Any:
         self._alive.append(tensor)
         reason = refusal(tensor)
+        if is_lazy(tensor):
+            reason = "a parameter of a lazy module has no shape yet: call the module once"
+        elif reason is None and tensor.is_meta:
+            reason = "a tensor on the meta device has no data"
         if reason is not None:
             raise UnsupportedValueError(
-                f"{render_path(place)}: {reason}", path_in_tree=render_path(place)
+                f"{render_path(place)}: {reason}",
+                code="unsupported_dtype" if tensor.is_quantized else "unsupported_value",
+                path_in_tree=render_path(place),
             )
         kind = find_kind(tensor)
         if kind is not None:
@@ -107,7 +114,8 @@ def tensor_identity(local: torch.Tensor, tensor: torch.Tensor) -> Any:
 def array_identity(array: Any, name: str) -> Any:
     """Return what `tensor_identity` gives, for a numpy array of this logical dtype."""
     address = array.__array_interface__["data"][0] if array.size else id(array)
-    return address, "cpu", array.shape, array.strides, name, (False, False)
+    flags = (False, False) if array.dtype.isnative else "swapped"
+    return address, "cpu", array.shape, array.strides, name, flags
 
 
 def numpy_side() -> Any:

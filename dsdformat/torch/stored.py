@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,9 @@ from dsdformat.torch.selection import Renames, Selection
 from dsdformat.torch.sources import COMPOSITE, FLAVOUR, NUMPY, numpy_side
 
 __all__ = [
+    "ABSENT",
     "Composite",
+    "Moved",
     "Path",
     "Stored",
     "as_array",
@@ -28,6 +30,7 @@ __all__ = [
     "find_items",
     "is_numpy",
     "leaves",
+    "names_of",
     "pruned",
     "read_tree",
     "rebuilt",
@@ -165,23 +168,60 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield from leaves(item, (*path, key))
 
 
-def renamed(tree: dict[str, Any], renames: Renames) -> dict[str, Any]:
-    """Return the tree with its entries under other names.
+class Moved:
+    """What entries were called before they were renamed."""
 
-    Only dicts with string keys have names that can change; what lies in a list goes with it.
+    def __init__(self, renames: Renames | None = None) -> None:
+        self._renames = renames
+        self._names: dict[Path, dict[str, str]] = {}  # branch now -> last parts, before and now
+        self._whole: dict[str, str] = {}
+
+    def note(self, old: Path, new: Path) -> None:
+        """Note one entry."""
+        self._whole[display(old)] = display(new)
+        if type(old[-1]) is str and type(new[-1]) is str:
+            self._names.setdefault(new[:-1], {})[old[-1]] = new[-1]
+
+    def of(self, module: Path | None) -> Callable[[str], str | None]:
+        """Return what the names of an optimizer's parameters are now, from what they were.
+
+        Args:
+            module: Where the module is that they are FQNs of; None or the root if they are
+                display names.
+        """
+        if not self._renames:
+            return lambda name: name
+        known = self._names.get(module, {}) if module else self._whole
+        return lambda name: known[name] if name in known else self._asked(name, module)
+
+    def _asked(self, name: str, module: Path | None) -> str | None:
+        """Rename what the module's section does not have."""
+        assert self._renames is not None
+        prefix = f"{display(module)}/" if module else ""
+        full = self._renames.name(display((*module, name)) if module else name)
+        if full is None or not full.startswith(prefix):
+            return None
+        return unescaped(full[len(prefix) :]) if module else full
+
+
+def renamed(tree: dict[str, Any], renames: Renames) -> tuple[dict[str, Any], Moved]:
+    """Return the tree with its entries under other names, and what they were called.
+
+    Only dicts with string keys have names that can change; what lies in a list goes with it, and
+    what an optimizer keeps goes with the optimizer: its names follow those of the parameters.
 
     Raises:
         ArgumentError: two entries would have one name.
         EntryNotFoundError: a name to be replaced is not there.
     """
+    moved = Moved(renames or None)
     if not renames:
-        return tree
+        return tree, moved
     result: dict[str, Any] = {}
     names = []
     for path, kinds, value in _named_leaves(tree, (), ()):
-        name = display(path)
+        wanted, name = _wanted(path, value, renames)
         names.append(name)
-        wanted = renames.name(name)
         if wanted is None:
             continue
         steps = path if wanted == name else tuple(map(unescaped, wanted.split("/")))
@@ -195,15 +235,32 @@ def renamed(tree: dict[str, Any], renames: Renames) -> dict[str, Any]:
                 code="bad_argument",
             )
         node[steps[-1]] = value
+        moved.note(path, steps)
     renames.check_used(names)
-    return result
+    return result, moved
+
+
+def _wanted(path: Path, value: Any, renames: Renames) -> tuple[str | None, str]:
+    """Return what an entry, or the whole of an optimizer, is called now, and what before."""
+    name = display(path)
+    if not _is_optimizer(value):
+        return renames.name(name), name
+    inner = renames.name(f"{name}/state")
+    if inner is None or not inner.endswith("/state"):
+        return None, name
+    return inner.removesuffix("/state"), name
+
+
+def _is_optimizer(value: Any) -> bool:
+    return type(value) is dict and type(value.get("param_groups")) is OrderedDict
 
 
 def _named_leaves(
     value: Any, path: Path, kinds: tuple[type, ...]
 ) -> Iterator[tuple[Path, tuple[type, ...], Any]]:
     """List what lies below dicts of string keys, with the types of the dicts on the way."""
-    if type(value) in (dict, OrderedDict) and value and all(type(key) is str for key in value):
+    plain = type(value) in (dict, OrderedDict) and value and all(type(key) is str for key in value)
+    if plain and not (path and _is_optimizer(value)):
         for key, item in value.items():
             yield from _named_leaves(item, (*path, key), (*kinds, type(value)))
     else:
@@ -215,26 +272,40 @@ def unescaped(part: str) -> str:
     return part.replace("%2F", "/").replace("%40", "@").replace("%25", "%")
 
 
-def pruned(tree: dict[str, Any], selection: Selection) -> dict[str, Any]:
-    """Return the part of a tree that is selected. A list is kept whole, or not at all."""
-    kept = _pruned(tree, (), selection)
-    return {} if kept is _ABSENT else kept
+ABSENT = object()
 
 
-_ABSENT = object()
+def pruned(value: Any, selection: Selection, path: Path = ()) -> Any:
+    """Return the part of a tree that is selected, or `ABSENT`. A list is kept whole, or not."""
+    return value if selection.everything else _pruned(value, path, selection)
 
 
 def _pruned(value: Any, path: Path, selection: Selection) -> Any:
     if type(value) in (dict, OrderedDict) and value:
         children = [(key, _pruned(item, (*path, key), selection)) for key, item in value.items()]
-        kept = [(key, item) for key, item in children if item is not _ABSENT]
-        return type(value)(kept) if kept else _ABSENT
-    return value if any(display(one) in selection for one, _ in leaves(value, path)) else _ABSENT
+        kept = [(key, item) for key, item in children if item is not ABSENT]
+        return type(value)(kept) if kept else ABSENT
+    return value if any(display(one) in selection for one, _ in leaves(value, path)) else ABSENT
 
 
 def as_array(stored: Stored) -> Stored:
     """Return a reference to the same tensor, to be made a numpy array."""
     return Stored(stored.entry, {FLAVOUR: NUMPY}, stored.name)
+
+
+def names_of(tree: Any) -> dict[int, list[str]]:
+    """Return the display names that each tensor of a tree has, in the order of the tree."""
+    names: dict[int, list[str]] = {}
+    for path, leaf in _stored(tree, ()):
+        names.setdefault(leaf.index, []).append(display(path))
+    return names
+
+
+def _stored(value: Any, path: Path) -> Iterator[tuple[Path, Stored]]:
+    if isinstance(value, Stored):
+        yield path, value
+    for key, item in find_items(value) or ():
+        yield from _stored(item, (*path, key))
 
 
 def is_numpy(stored: Stored) -> bool:
