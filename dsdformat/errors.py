@@ -34,6 +34,7 @@ __all__ = [
     "StorageError",
     "UnsupportedValueError",
     "VersionError",
+    "printable",
     "raise_problems",
     "shorten",
 ]
@@ -323,6 +324,12 @@ def shorten(value: object) -> str:
     except Exception:  # an object's own code, or an int that Python does not print
         text = f"<{type(value).__name__}>"
     return text if len(text) <= REPR_MAX else text[: REPR_MAX - 1] + "…"
+
+
+def printable(text: str) -> str:
+    """Return a name from a file as a message shows it: no control characters, and not long."""
+    clean = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return clean if len(clean) <= REPR_MAX else clean[: REPR_MAX - 1] + "…"
 
 
 def _rebuild(kind: type[DsdError], args: tuple[Any, ...], fields: dict[str, Any]) -> DsdError:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dsdformat.errors import ArgumentError, UnsupportedValueError, shorten
+from dsdformat.errors import ArgumentError, UnsupportedValueError
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
 from dsdformat.reader import Checkpoint
@@ -197,7 +197,7 @@ def stored_dtype(stored: Stored) -> torch.dtype:
     dtype = torch_dtype(stored.entry.dtype)
     if dtype is None:
         raise UnsupportedValueError(
-            f"{stored.name}: torch {torch.__version__} has no dtype {shorten(stored.entry.dtype)}",
+            f"{stored.name}: torch {torch.__version__} has no dtype {stored.entry.dtype}",
             code="unsupported_dtype",
             hint="leave it out with select=..., or read it with dsdformat.numpy",
         )

@@ -137,9 +137,8 @@ def load(  # noqa: PLR0913
     template = None if state is None else as_mapping(state)
     with folders.open(path, verify=verify, digest=digest, threads=threads) as checkpoint:
         tree, moved = renamed(read_tree(checkpoint), options.renames)
-        if not options.selection.everything:
-            options.selection.check_used([display(place) for place, _ in leaves(tree)])
         if template is None:
+            options.selection.check_used([display(place) for place, _ in leaves(tree)])
             return _load_plain(checkpoint, tree, options)
         return Loading(checkpoint, tree, template, options, moved).run()
 

@@ -20,17 +20,18 @@ from dsdformat.torch.report import Loaded
 from dsdformat.torch.sources import numpy_side
 from dsdformat.torch.stored import (
     ABSENT,
-    Composite,
     Moved,
     Path,
     Stored,
     as_array,
+    describe,
     display,
     find_items,
     leaves,
     names_of,
     pruned,
     rebuilt,
+    without_tensors,
 )
 
 __all__ = ["Loading"]
@@ -84,6 +85,8 @@ class Loading:
         self._checkpoint = checkpoint
         self._options = options
         self._moved = moved or Moved()
+        selected = not options.selection.everything
+        self._names = [display(path) for path, _ in leaves(tree)] if selected else []
         state = dict(state)
         self._namer = Namer(state)
         taken = Memory(state)
@@ -111,14 +114,19 @@ class Loading:
 
     def run(self) -> Loaded:
         """Check, read, and put everything in its place."""
+        if not self.plan.selection.met:
+            self.plan.selection.check_used(self._names)
         self.plan.report.check(self._options.strict)
         for moves in self.plan.moves():
             fill(self._checkpoint, moves)
         self.plan.finish()
         return Loaded(_with_live(self.plan.builder.make(self._rest, ())), self.plan.report)
 
-    def _walk(self, live: Any, stored: Any, path: Path) -> Any:
-        """Return what of the stored has no place, or `_PLACED`."""
+    def _walk(self, live: Any, stored: Any, path: Path, *, whole: bool = False) -> Any:
+        """Return what of the stored has no place, or `_PLACED`.
+
+        In a sequence, of which all or nothing is returned, dicts are whole too.
+        """
         kind = kind_of(live)
         if kind is not Kind.OTHER:
             self._tasks[kind].append(_Task(live, stored, path))
@@ -127,15 +135,16 @@ class Loading:
             return self._value(stored, path)
         if isinstance(live, Mapping):
             if not isinstance(stored, Mapping):
-                self.plan.mismatch(display(path), "kind", type(stored).__name__, "a dict")
+                self.plan.mismatch(display(path), "kind", describe(stored), "a dict")
                 return _PLACED
-            return self._walk_dict(live, stored, path) or _PLACED
+            return self._walk_dict(live, stored, path, whole=whole) or _PLACED
         if type(stored) not in (list, tuple) or len(stored) != len(live):
             found = f"{type(stored).__name__} of {len(stored)}" if find_items(stored) else "no list"
             self.plan.mismatch(display(path), "kind", found, f"{len(live)} items")
             return _PLACED
         items = [
-            self._walk(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, stored, strict=True))
+            self._walk(a, b, (*path, i), whole=True)
+            for i, (a, b) in enumerate(zip(live, stored, strict=True))
         ]
         if all(item is _PLACED for item in items):
             return _PLACED
@@ -143,21 +152,27 @@ class Loading:
         pairs = zip(items, live, strict=True)
         return type(stored)(Live(own) if item is _PLACED else item for item, own in pairs)
 
-    def _walk_dict(self, live: Mapping[Any, Any], stored: Mapping[Any, Any], path: Path) -> Any:
+    def _walk_dict(
+        self, live: Mapping[Any, Any], stored: Mapping[Any, Any], path: Path, *, whole: bool = False
+    ) -> Any:
         rest = {}
         for key, value in live.items():
             place = (*path, key)
             if key not in stored:
                 self.plan.missing(value, place)
                 continue
-            left = self._walk(value, stored[key], place)
+            left = self._walk(value, stored[key], place, whole=whole)
             if left is not _PLACED:
                 rest[key] = left
+            elif whole:
+                rest[key] = Live(value)
         for key, value in stored.items():
             if key not in live:
                 left = self._unwanted(value, (*path, key))
                 if left is not _PLACED:
                     rest[key] = left
+        if whole and all(isinstance(item, Live) for item in rest.values()):
+            return {}
         return rest
 
     def _unwanted(self, stored: Any, path: Path) -> Any:
@@ -166,9 +181,8 @@ class Loading:
         if stored is ABSENT:
             return _PLACED
         self.plan.unexpected(stored, path)
-        if any(isinstance(leaf, (Stored, Composite)) for _, leaf in leaves(stored)):
-            return _PLACED
-        return self._value(stored, path)
+        plain = without_tensors(stored)
+        return _PLACED if plain is ABSENT else self._value(plain, path)
 
     def _is_selected(self, stored: Any, path: Path) -> bool:
         return any(display(place) in self.plan.selection for place, _ in leaves(stored, path))

@@ -21,6 +21,7 @@ from dsdformat.torch.names import ParamNames
 
 __all__ = [
     "GROUPS",
+    "OWN",
     "OWN_KEYS",
     "PARAMS",
     "SHARED",
@@ -29,7 +30,13 @@ __all__ = [
     "check_owners",
 ]
 
-STATE, GROUPS, SHARED, PARAMS = "state", "param_groups", "shared_state", "params"
+STATE, GROUPS, SHARED, OWN, PARAMS = (
+    "state",
+    "param_groups",
+    "shared_state",
+    "own_keys",
+    "params",
+)
 # What a group says of its parameters, which the live optimizer knows itself.
 OWN_KEYS = frozenset({"params", "param_names"})
 
@@ -55,23 +62,23 @@ def capture_optimizers(
 def check_owners(
     optimizers: Sequence[torch.optim.Optimizer], names: ParamNames, place: Sequence[Any]
 ) -> None:
-    """Check that no parameter is in two optimizers, or twice in one.
+    """Check that no parameter is in two optimizers.
 
     Raises:
         MismatchError: `state_conflict`, with its name.
     """
     seen: set[int] = set()
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group[PARAMS]:
-                if id(parameter) in seen:
-                    raise MismatchError(
-                        f"{render_path([*place, GROUPS])}: {names.first(parameter)} is in two "
-                        "groups or optimizers",
-                        code="state_conflict",
-                        hint="give optimizers that share parameters names of their own, in a dict",
-                    )
-                seen.add(id(parameter))
+        own = {id(one): one for group in optimizer.param_groups for one in group[PARAMS]}
+        for parameter in own.values():
+            if id(parameter) in seen:
+                raise MismatchError(
+                    f"{render_path([*place, GROUPS])}: {names.first(parameter)} is in two "
+                    "optimizers",
+                    code="state_conflict",
+                    hint="give optimizers that share parameters names of their own, in a dict",
+                )
+        seen.update(own)
 
 
 class _Capture:
@@ -96,6 +103,8 @@ class _Capture:
             self._refuse()
 
     def run(self) -> None:
+        parameters = (one for group in self.live for one in group[PARAMS])
+        self.lead = next(map(self.names.first, parameters), "")
         keys = self._add_groups()
         for key, value in self.raw[STATE].items():
             if key in keys and not isinstance(value, Mapping):
@@ -104,10 +113,10 @@ class _Capture:
                 if value != {}:  # an entry that was only touched holds nothing
                     self._add((STATE, keys[key]), value)
             else:
-                self._add((SHARED, key), value)
+                self._add((SHARED, self.lead, key), value)
         for key, value in self.raw.items():
             if key not in (STATE, GROUPS):
-                self._add((key,), value)
+                self._add((OWN, self.lead, key), value)
 
     def _add_groups(self) -> dict[Any, str]:
         """File the groups; return the names of the keys that the entries of parameters have."""
@@ -115,17 +124,19 @@ class _Capture:
         if not isinstance(groups, list) or not isinstance(self.raw.get(STATE), Mapping):
             self._refuse()
         counts = [
-            len(group[PARAMS]) if isinstance(group, Mapping) and PARAMS in group else -1
+            len(group[PARAMS])
+            if isinstance(group, Mapping) and isinstance(group.get(PARAMS), list)
+            else -1
             for group in groups
         ]
         if counts != [len(group[PARAMS]) for group in self.live]:
             self._refuse()
         keys: dict[Any, str] = {}
-        for group, live in zip(groups, self.live, strict=True):
+        for number, (group, live) in enumerate(zip(groups, self.live, strict=True)):
             fqns = [self.names.first(parameter) for parameter in live["params"]]
             keys.update(zip(group["params"], fqns, strict=True))
             stored = {key: value for key, value in group.items() if key not in OWN_KEYS}
-            key = fqns[0] if fqns else len(self.result[GROUPS])
+            key = fqns[0] if fqns else (self.lead, number)
             self._add((GROUPS, key), {"params": fqns, **stored})
         return keys
 
@@ -133,7 +144,7 @@ class _Capture:
         node = self.result
         for step in path[:-1]:
             node = node.setdefault(step, {})
-        if path[-1] in node:
+        if path[-1] in node and path[0] != STATE:
             where = render_path([*self.place, *path])
             raise MismatchError(
                 f"{where}: two optimizers hold this",

@@ -187,8 +187,10 @@ def _planned(
     if strict and states:
         _check_states(optimizers, names, nested)
     groups: OrderedDict[Any, Any] = OrderedDict()
+    leads = [_lead(optimizer, names) for optimizer in optimizers if _has_empty(optimizer)]
     for group in nested[GROUPS]:
-        groups[group[PARAMS][0] if group[PARAMS] else len(groups)] = dict(group)
+        lead = leads[0] if leads else ""
+        groups[group[PARAMS][0] if group[PARAMS] else (lead, len(groups))] = dict(group)
     stored = {STATE: {name: _stepped(state) for name, state in states.items()}, GROUPS: groups}
     plan = Plan(
         None,  # type: ignore[arg-type]  # nothing is read from a file
@@ -208,6 +210,14 @@ def _planned(
             error.message, code=error.code, hint=error.hint, report=error.report
         ) from None
     return plan
+
+
+def _lead(optimizer: torch.optim.Optimizer, names: ParamNames) -> str:
+    return next(map(names.first, _parameters(optimizer)), "")
+
+
+def _has_empty(optimizer: torch.optim.Optimizer) -> bool:
+    return any(not group[PARAMS] for group in optimizer.param_groups)
 
 
 def _check_states(optimizers: Optimizers, names: ParamNames, nested: Mapping[str, Any]) -> None:

@@ -90,7 +90,9 @@ def as_flag(value: Any) -> bool:
 
 
 def _named_types(types: Any) -> dict[str, type]:
-    kinds = [types] if isinstance(types, type) else types
-    if not isinstance(kinds, Iterable) or not all(isinstance(kind, type) for kind in kinds):
+    if not isinstance(types, Iterable):
+        types = [types]
+    kinds = list(types)
+    if not all(isinstance(kind, type) for kind in kinds):
         raise ArgumentError(f"types takes classes, got {shorten(types)}", code="bad_argument")
     return {type_name(kind): kind for kind in kinds}

@@ -19,7 +19,7 @@ from dsdformat.torch.capture import module_entries
 from dsdformat.torch.fqn import EXTRA_STATE, named_tensors, unwrapped
 from dsdformat.torch.introspect import own_method
 from dsdformat.torch.placing import Plan, same_content
-from dsdformat.torch.stored import Path, display
+from dsdformat.torch.stored import Path, describe, display
 
 __all__ = ["place_modules"]
 
@@ -27,7 +27,7 @@ __all__ = ["place_modules"]
 def place_modules(plan: Plan, modules: Sequence[nn.Module], stored: Any, path: Path) -> None:
     """Plan to load one model, which may be in several parts."""
     if not isinstance(stored, dict) or any(type(key) is not str for key in stored):
-        plan.mismatch(display(path), "kind", "something else", "the state dict of a module")
+        plan.mismatch(display(path), "kind", describe(stored), "the state dict of a module")
         return
     _Placement(plan, stored, path).run(modules)
 

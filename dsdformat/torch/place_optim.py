@@ -24,10 +24,10 @@ from dsdformat.torch.compat import exact_states, has_load_hooks
 from dsdformat.torch.dtypes import find_named
 from dsdformat.torch.introspect import own_method
 from dsdformat.torch.names import ParamNames
-from dsdformat.torch.optim import GROUPS, OWN_KEYS, PARAMS, SHARED, STATE, check_owners
+from dsdformat.torch.optim import GROUPS, OWN, OWN_KEYS, PARAMS, SHARED, STATE, check_owners
 from dsdformat.torch.placing import Plan
 from dsdformat.torch.report import Mismatch
-from dsdformat.torch.stored import Composite, Path, Stored, display, find_items, rebuilt
+from dsdformat.torch.stored import Composite, Path, Stored, display, find_items, leaves, rebuilt
 
 __all__ = ["Installer", "Maker", "place_optimizers"]
 
@@ -64,16 +64,23 @@ def place_optimizers(
     placement = _Placement(plan, names, _File(stored, renamed), path, fit or _FromFile(plan))
     for optimizer in optimizers:
         placement.add(optimizer)
-    placement.find_unexpected(optimizers)
+    placement.find_unexpected()
 
 
 def _find_fault(stored: Any) -> str | None:
     """Say what in a stored value is not as the state of an optimizer is, or None."""
     if not isinstance(stored, dict):
         return f"a {type(stored).__name__}"
-    for key in (STATE, GROUPS, SHARED):
-        if not isinstance(stored.get(key, {} if key == SHARED else None), dict):
+    for key in (STATE, GROUPS, SHARED, OWN):
+        if not isinstance(stored.get(key, {} if key in (SHARED, OWN) else None), dict):
             return f"a dict without a dict {key}"
+    for key in (SHARED, OWN):
+        for lead, kept in stored.get(key, {}).items():
+            if type(lead) is not str or not isinstance(kept, dict):
+                return f"a dict with {shorten(lead)} in {key}"
+    others = [key for key in stored if key not in (STATE, GROUPS, SHARED, OWN)]
+    if others:
+        return f"a dict with the key {shorten(others[0])}"
     for name, state in stored[STATE].items():
         if type(name) is not str or not isinstance(state, dict):
             return f"an entry {shorten(name)} that is no dict"
@@ -81,7 +88,15 @@ def _find_fault(stored: Any) -> str | None:
         params = group.get(PARAMS) if isinstance(group, dict) else None
         if type(params) is not list or any(type(name) is not str for name in params):
             return f"a group {shorten(key)} without a list of names"
+        if not params and _lead_of(key) is None:
+            return f"an empty group {shorten(key)}"
     return None
+
+
+def _lead_of(key: Any) -> Any:
+    """Return the first name of the optimizer that an empty group is of; None for another key."""
+    known = type(key) is tuple and len(key) == 2 and type(key[0]) is str
+    return key[0] if known else None
 
 
 class _File:
@@ -98,9 +113,12 @@ class _File:
         for key, group in self.values.items():
             names = (renamed(old) for old in group[PARAMS])
             self.groups.update((name, key) for name in names if name is not None)
-        self.empty = [key for key, group in self.values.items() if not group[PARAMS]]
-        self.shared: dict[Any, Any] = stored.get(SHARED, {})
-        self.rest = {k: v for k, v in stored.items() if k not in (STATE, GROUPS, SHARED)}
+        self.empty: dict[str, list[Any]] = {}  # first name of an optimizer -> keys of groups
+        for key, group in self.values.items():
+            if not group[PARAMS]:
+                self.empty.setdefault(renamed(_lead_of(key)) or "", []).append(key)
+        self.shared = {renamed(old) or "": kept for old, kept in stored.get(SHARED, {}).items()}
+        self.own = {renamed(old) or "": kept for old, kept in stored.get(OWN, {}).items()}
 
     def names(self) -> Iterator[str]:
         """List the parameters that the checkpoint knows."""
@@ -115,33 +133,45 @@ class _Placement:
         self.file = file
         self.path = path
         self.used: set[str] = set()
-        self.empty = list(file.empty)
+        self.empty = {lead: list(keys) for lead, keys in file.empty.items()}
+        self.leads: set[str] = set()  # first names of optimizers that are found
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Plan to load one live optimizer."""
         states: dict[torch.Tensor, dict[Any, Maker] | None] = {}
         groups: list[dict[Any, Maker]] = []
+        mine = self._leads_of(optimizer)
         for number, group in enumerate(optimizer.param_groups):
-            groups.append(self._group(group, number))
+            groups.append(self._group(group, number, mine))
             for parameter in group["params"]:
                 found = self._name(parameter)
                 if found is None:
                     name = self.names.first(parameter)
                     self._missing(name)
                 elif id(parameter) in self.plan.refused:
-                    self._refused(found)
+                    self._refused(found, parameter)
                 elif self._is_selected(found):
                     state = self.file.states.get(found)
                     states[parameter] = (
                         None if not state else self._state(optimizer, group, parameter, found)
                     )
-        shared = {
-            key: self._fit(v, None, (SHARED, key), None) for key, v in self.file.shared.items()
-        }
-        rest = {key: self._fit(value, None, (key,), None) for key, value in self.file.rest.items()}
+        shared, own = (
+            {
+                key: self._fit(value, None, (section, lead, key))
+                for lead in mine
+                for key, value in kept.get(lead, {}).items()
+                if self._selects((section, lead, key))
+            }
+            for section, kept in ((SHARED, self.file.shared), (OWN, self.file.own))
+        )
+        if not _takes_more(optimizer):
+            for lead in mine:
+                self._report_unwanted(self.file.own.get(lead, {}), (OWN, lead))
+            own = {}
+        self.leads.update(mine)
         if not _takes_more(optimizer):
             self._rehearse(optimizer, states)
-        installer = Installer(optimizer, states, groups, shared, rest)
+        installer = Installer(optimizer, states, groups, shared, own)
         self.plan.installs.append(installer.run)
 
     def _rehearse(
@@ -167,23 +197,44 @@ class _Placement:
                 hint="is it the state of another kind of optimizer?",
             ) from error
 
-    def _refused(self, name: str) -> None:
-        """Report the entry of a parameter that is not loaded itself; it would not fit."""
-        if self._is_selected(name) and self.file.states.get(name):
-            full = display((*self.path, STATE, name))
-            self.plan.mismatch(full, "parameter", "that of another tensor", "one that is loaded")
+    def _leads_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """List the first names of stored optimizers whose first parameter is in this one."""
+        known = {*self.file.empty, *self.file.shared, *self.file.own}
+        parameters = [one for group in optimizer.param_groups for one in group[PARAMS]]
+        names = (name for one in parameters for name in self.names.names[id(one)])
+        found = [name for name in dict.fromkeys(names) if name in known]
+        return found or ([""] if not parameters else [])
 
-    def find_unexpected(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _refused(self, name: str, parameter: torch.Tensor) -> None:
+        """Report the entries of a parameter that differs itself; they would not fit."""
+        for key, value in self.file.states.get(name, {}).items():
+            if (
+                isinstance(value, Stored)
+                and value.entry.shape
+                and self._selects((STATE, name, key))
+            ):
+                full = display((*self.path, STATE, name, key))
+                shapes = str(list(value.entry.shape)), str(list(parameter.shape))
+                self.plan.mismatch(full, "shape", *shapes)
+
+    def _report_unwanted(self, value: Any, path: Path) -> None:
+        for place, _ in leaves(value, (*self.path, *path)):
+            if place != (*self.path, *path) and display(place) in self.plan.selection:
+                self.plan.report.unexpected.append(display(place))
+
+    def find_unexpected(self) -> None:
         """Report what the checkpoint has and no live optimizer wants."""
-        if not any(_takes_more(optimizer) for optimizer in optimizers):
-            for key in self.file.rest:
-                if self._selects((key,)):
-                    self.plan.report.unexpected.append(display((*self.path, key)))
         for name in self.file.names():
             if name not in self.used and self._is_selected(name):
                 self.plan.report.unexpected.append(display((*self.path, STATE, name)))
-        for key in self.empty:
-            self.plan.report.unexpected.append(display((*self.path, GROUPS, key)))
+        for keys in self.empty.values():
+            for key in keys:
+                if self._selects((GROUPS, key)):
+                    self.plan.report.unexpected.append(display((*self.path, GROUPS, key)))
+        for section, kept in ((SHARED, self.file.shared), (OWN, self.file.own)):
+            for lead, values in kept.items():
+                if lead not in self.leads:
+                    self._report_unwanted(values, (section, lead))
 
     def _missing(self, name: str) -> None:
         full = display((*self.path, STATE, name))
@@ -226,8 +277,8 @@ class _Placement:
             result[key] = self._fit(value, live.get(key), (STATE, name, key), place, parameter)
         return result
 
-    def _group(self, group: dict[str, Any], number: int) -> dict[Any, Maker]:
-        key = self._group_key(group, number)
+    def _group(self, group: dict[str, Any], number: int, leads: Sequence[str]) -> dict[Any, Maker]:
+        key = self._group_key(group, number, leads)
         if key is None:
             return {}
         return {
@@ -249,11 +300,12 @@ class _Placement:
     def _selects(self, path: Path) -> bool:
         return display((*self.path, *path)) in self.plan.selection
 
-    def _group_key(self, group: dict[str, Any], number: int) -> Any:
+    def _group_key(self, group: dict[str, Any], number: int, leads: Sequence[str]) -> Any:
         """Return the key of the stored group whose values a live group gets, or None."""
         if not group["params"]:
-            if self.empty:
-                return self.empty.pop(0)
+            for lead in leads:
+                if self.empty.get(lead):
+                    return self.empty[lead].pop(0)
             name = display((*self.path, GROUPS, number))
             if name in self.plan.selection:
                 self.plan.report.missing.append(name)

@@ -20,7 +20,7 @@ from dsdformat.torch.memory import Memory
 from dsdformat.torch.moves import Move, can_cast
 from dsdformat.torch.report import Cast, LoadReport, Mismatch
 from dsdformat.torch.selection import Selection
-from dsdformat.torch.stored import Composite, Path, Stored, display, leaves
+from dsdformat.torch.stored import Composite, Path, Stored, describe, display, leaves
 
 __all__ = ["Plan"]
 
@@ -83,12 +83,13 @@ class Plan:
         if kind is not None or type(stored) is Composite:
             return self._place_composite(stored, live, kind, name)
         if type(stored) is not Stored:
-            return self.mismatch(name, "kind", _kind(stored), "a tensor")
+            return self.mismatch(name, "kind", describe(stored), "a tensor")
         if stored.entry.shape != tuple(live.shape):
             shape = list(stored.entry.shape), list(live.shape)
             return self.mismatch(name, "shape", str(shape[0]), str(shape[1]))
         if not self._dtype_fits(stored, live, name, cast=cast):
-            return self.mismatch(name, "dtype", stored.entry.dtype, _dtype_name(live.dtype))
+            found, wanted = stored.entry.dtype, _dtype_name(live.dtype)
+            return self.mismatch(name, "dtype", found, wanted, castable=cast)
         first, known = self._placed.setdefault(_memory_of(live), (stored, name))
         if known != name:
             same = same_content(first, stored)
@@ -113,9 +114,11 @@ class Plan:
         self.report.casts.append(Cast(name, stored.entry.dtype, _dtype_name(live.dtype)))
         return True
 
-    def mismatch(self, name: str, what: str, stored: str, wanted: str) -> bool:
+    def mismatch(
+        self, name: str, what: str, stored: str, wanted: str, *, castable: bool = False
+    ) -> bool:
         """Report an entry that differs; return False."""
-        self.report.mismatched.append(Mismatch(name, what, stored, wanted))
+        self.report.mismatched.append(Mismatch(name, what, stored, wanted, castable))
         return False
 
     def other_form(self, found: Mismatch) -> None:
@@ -174,7 +177,7 @@ class Plan:
     ) -> bool:
         if type(stored) is not Composite or stored.kind != kind:
             wanted = kind.removeprefix("torch.") if kind else "strided"
-            return self.mismatch(name, "kind", _kind(stored), f"a {wanted} tensor")
+            return self.mismatch(name, "kind", describe(stored), f"a {wanted} tensor")
         if kind != "torch.subclass":
             self.builder.need(stored, (name,))
 
@@ -190,7 +193,7 @@ class Plan:
                 return self.mismatch(name, key, *both)
         inner, kept = inner_tensors(live), stored.parts.get("tensors")
         if not isinstance(kept, dict) or kept.keys() != inner.keys():
-            return self.mismatch(name, "kind", _kind(kept), f"the tensors {sorted(inner)}")
+            return self.mismatch(name, "kind", describe(kept), f"the tensors {sorted(inner)}")
         fits = [
             self.place(kept[key], one, f"{name}/{key}", cast=False) for key, one in inner.items()
         ]
@@ -229,12 +232,6 @@ def same_content(one: Any, other: Any) -> bool:
         return True
     a, b = one.entry, other.entry
     return (a.dtype, a.shape) == (b.dtype, b.shape) and a.content_digest() == b.content_digest()
-
-
-def _kind(stored: Any) -> str:
-    if isinstance(stored, (Stored, Composite)):
-        return str(stored) if type(stored) is Composite else f"a tensor, {stored}"
-    return f"a value of type {type(stored).__name__}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsdformat.errors import MismatchError
+from dsdformat.errors import MismatchError, printable
 
 __all__ = ["Cast", "LoadReport", "Loaded", "Mismatch"]
 
@@ -24,15 +24,18 @@ class Mismatch:
         what: `shape`, `dtype`, `kind`, `value` or `tie`.
         stored: What the checkpoint has, for people.
         wanted: What the state has, for people.
+        castable: Whether `dtype` would convert it.
     """
 
     name: str
     what: str
     stored: str
     wanted: str
+    castable: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.what} {self.stored} in the checkpoint, {self.wanted} wanted"
+        there = f"{self.what} {printable(self.stored)} in the checkpoint"
+        return f"{printable(self.name)}: {there}, {printable(self.wanted)} wanted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Cast:
     loaded: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.stored} to {self.loaded}"
+        return f"{printable(self.name)}: {self.stored} to {self.loaded}"
 
 
 @dataclass
@@ -90,7 +93,8 @@ class LoadReport:
         for title, items in self._lists():
             if items:
                 lines.append(f"{title}: {len(items)}")
-                lines.extend(f"  {item}" for item in items[:_SHOWN])
+                shown = (printable(i) if isinstance(i, str) else str(i) for i in items[:_SHOWN])
+                lines.extend(f"  {item}" for item in shown)
                 if len(items) > _SHOWN:
                     lines.append(f"  … and {len(items) - _SHOWN} more")
         return "\n".join(lines) if lines else "everything matches"
@@ -129,12 +133,13 @@ class LoadReport:
                 "values, with only the parameters on meta, or pass strict=False and initialize "
                 "them yourself"
             )
-        if kinds == {"dtype"} and not (self.missing or self.unexpected):
+        castable = self.mismatched and all(item.castable for item in self.mismatched)
+        if castable and not (self.missing or self.unexpected):
             return "pass dtype=... to convert tensors of a model while loading"
         if self.missing and self.unexpected:
             return "pass rename=... if names have changed, or strict=False to load what fits"
         if self.unexpected and not self.mismatched:
-            root = self.unexpected[0].split("/", 1)[0]
+            root = printable(self.unexpected[0].split("/", 1)[0])
             return (
                 f"name what you want back, as in {{{root!r}: None}}, or leave it out with "
                 "select=... or strict=False"
@@ -161,5 +166,5 @@ def _with_close(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
     for index, name in enumerate(missing[:_SHOWN]):
         close = difflib.get_close_matches(name, pool, n=1)
         if close:
-            lines[index] = f"{name} (is it {close[0]}?)"
+            lines[index] = f"{printable(name)} (is it {printable(close[0])}?)"
     return lines

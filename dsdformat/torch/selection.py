@@ -25,6 +25,7 @@ class Selection:
     def __init__(self, globs: str | Iterable[str] | None) -> None:
         self._globs = [] if globs is None else _texts(globs)
         self._match = None if globs is None else _matcher(self._globs)
+        self.met = globs is None  # whether anything that was asked for is meant
 
     @property
     def everything(self) -> bool:
@@ -32,7 +33,11 @@ class Selection:
         return self._match is None
 
     def __contains__(self, name: str) -> bool:
-        return self._match is None or self._match(name)
+        if self._match is None:
+            return True
+        found = self._match(name)
+        self.met = self.met or found
+        return found
 
     def check_used(self, names: Sequence[str]) -> None:
         """Check that each glob matches something.
@@ -41,7 +46,7 @@ class Selection:
             EntryNotFoundError: `entry_not_found`, with names that are spelled alike.
         """
         if not self.everything and not self._globs:
-            raise EntryNotFoundError("select names nothing", name="")
+            raise EntryNotFoundError("nothing is what an empty select matches", name="")
         exact = _ancestry(names) if len(self._globs) > 1 else set()
         for glob in self._globs:
             if glob.rstrip("/") not in exact and not any(map(_matcher([glob]), names)):
@@ -152,8 +157,9 @@ def _ancestry(names: Iterable[str]) -> set[str]:
     """Return the names, and those of all branches that they lie in."""
     result: set[str] = set()
     for name in names:
-        branch = name
-        while branch not in result:
+        result.add(name)
+        branch = name.rpartition("/")[0]
+        while branch and branch not in result:
             result.add(branch)
             branch = branch.rpartition("/")[0]
     return result

@@ -26,6 +26,7 @@ __all__ = [
     "Path",
     "Stored",
     "as_array",
+    "describe",
     "display",
     "find_items",
     "is_numpy",
@@ -36,6 +37,7 @@ __all__ = [
     "rebuilt",
     "renamed",
     "unescaped",
+    "without_tensors",
 ]
 
 Path = tuple[Any, ...]
@@ -153,6 +155,17 @@ def rebuilt(like: Any, items: list[tuple[Any, Any]]) -> Any:
     return kind(items)
 
 
+def describe(value: Any) -> str:
+    """Say what a stored value is, for a message."""
+    if isinstance(value, (Stored, Composite)):
+        return str(value) if type(value) is Composite else f"a tensor, {value}"
+    if isinstance(value, dict):
+        return f"a dict with the keys {shorten(list(value))}"
+    if find_items(value) is not None:
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a value, {shorten(value)}"
+
+
 def display(path: Path) -> str:
     """Return the display name of a path."""
     return emit_name(path, encoded_key)
@@ -229,6 +242,10 @@ def renamed(tree: dict[str, Any], renames: Renames) -> tuple[dict[str, Any], Mov
         for depth, step in enumerate(steps[:-1]):
             kind = kinds[depth + 1] if depth + 1 < len(kinds) else dict
             node = node.setdefault(step, kind()) if isinstance(node, dict) else None
+        both = isinstance(node, dict) and _is_optimizer(node.get(steps[-1]))
+        if both and _is_optimizer(value):
+            node[steps[-1]] = _united(node[steps[-1]], value)
+            continue
         if not isinstance(node, dict) or steps[-1] in node:
             raise ArgumentError(
                 f"rename: {shorten(wanted)} is the name of two entries, of which one was {name}",
@@ -249,6 +266,23 @@ def _wanted(path: Path, value: Any, renames: Renames) -> tuple[str | None, str]:
     if inner is None or not inner.endswith("/state"):
         return None, name
     return inner.removesuffix("/state"), name
+
+
+def _united(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Unite the states of two optimizers, which work on different parameters."""
+    result = dict(one)
+    for key, value in other.items():
+        old = result.get(key)
+        if isinstance(old, dict) and isinstance(value, dict) and not (old.keys() & value.keys()):
+            result[key] = type(old)({**old, **value})
+        elif key in result:
+            raise ArgumentError(
+                f"rename: two optimizers that have the same in {shorten(key)} have one name",
+                code="bad_argument",
+            )
+        else:
+            result[key] = value
+    return result
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -273,6 +307,15 @@ def unescaped(part: str) -> str:
 
 
 ABSENT = object()
+
+
+def without_tensors(value: Any) -> Any:
+    """Return the plain values in dicts of a tree, or `ABSENT`; a list with tensors goes whole."""
+    if isinstance(value, dict) and value:
+        items = [(key, without_tensors(item)) for key, item in value.items()]
+        kept = [(key, item) for key, item in items if item is not ABSENT]
+        return rebuilt(value, kept) if kept else ABSENT
+    return ABSENT if any(True for _ in _stored(value, ())) else value
 
 
 def pruned(value: Any, selection: Selection, path: Path = ()) -> Any:
