@@ -30,7 +30,7 @@ from dsdformat.torch.names import Namer
 from dsdformat.torch.optim import capture_optimizers
 from dsdformat.torch.stored import find_items
 
-__all__ = ["capture", "module_entries"]
+__all__ = ["capture", "module_entries", "versioned_entries"]
 
 Path = tuple[Any, ...]
 
@@ -52,7 +52,12 @@ def capture(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def module_entries(module: nn.Module) -> list[tuple[str, str, Any]]:
-    """Return the module's state dict as (key, FQN, value) triples.
+    """Return the module's state dict as (key, FQN, value) triples; see `versioned_entries`."""
+    return versioned_entries(module)[0]
+
+
+def versioned_entries(module: nn.Module) -> tuple[list[tuple[str, str, Any]], Any]:
+    """Return the module's state dict as (key, FQN, value) triples, and versions of its modules.
 
     Parameters and buffers are the live objects, unless the module's own `state_dict` makes others.
 
@@ -80,9 +85,10 @@ def module_entries(module: nn.Module) -> list[tuple[str, str, Any]]:
     known: dict[int, list[str]] = {}
     for name, tensor in named_tensors(module):
         known.setdefault(id(tensor), []).append(name)
-    return [
+    triples = [
         (key, _name_of(module, key, known.get(id(value))), value) for key, value in entries.items()
     ]
+    return triples, getattr(entries, "_metadata", None)
 
 
 def _name_of(module: nn.Module, key: str, names: Sequence[str] | None) -> str:

@@ -6,14 +6,14 @@ Found by walking modules, never by replacing text: a user's own module that is c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from dsdformat.torch.compat import find_wrapped
 
-__all__ = ["canonical_name", "named_tensors", "unwrapped"]
+__all__ = ["canonical_name", "named_tensors", "stray_tensors", "unwrapped"]
 
 EXTRA_STATE = "_extra_state"
 FLAT_PARAM = "_flat_param"  # of FSDP1: part of how it wraps
@@ -33,7 +33,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def _extras(wrapper: nn.Module, child: str) -> list[str]:
     """List what a wrapper holds beside the module that it wraps."""
-    names = [*wrapper._parameters, *wrapper._buffers, *wrapper._modules]
+    parts = (wrapper._parameters, wrapper._buffers, wrapper._modules)
+    names = [name for part in parts for name in part.keys()]  # noqa: SIM118 -- of scripted modules
     return [name for name in names if name not in (child, FLAT_PARAM)]
 
 
@@ -54,13 +55,37 @@ def _walk(module: nn.Module, prefix: str, persistent: bool) -> Iterator[tuple[st
         if parameter is not None:
             yield prefix + name, parameter
     for name, buffer in module._buffers.items():
-        if buffer is not None and not (persistent and name in module._non_persistent_buffers_set):
+        if buffer is not None and not (persistent and name in _hidden(module)):
             yield prefix + name, buffer
     wrapped = find_wrapped(module)
     for name, child in module._modules.items():
         if child is not None:
             dropped = wrapped is not None and name == wrapped[0]
             yield from _walk(child, prefix if dropped else f"{prefix}{name}.", persistent)
+
+
+def stray_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """List tensors that are plain attributes of modules, which no state dict holds."""
+    if not _has_extra_state(module):  # else they may be that
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield prefix + name, value
+    wrapped = find_wrapped(module)
+    for name, child in module._modules.items():
+        if child is not None:
+            dropped = wrapped is not None and name == wrapped[0]
+            yield from stray_tensors(child, prefix if dropped else f"{prefix}{name}.")
+
+
+def _hidden(module: nn.Module) -> Container[str]:
+    """Return the names of buffers that are not persistent."""
+    hidden: Container[str] = getattr(module, "_non_persistent_buffers_set", ())
+    return hidden
+
+
+def _child(module: nn.Module, name: str) -> nn.Module | None:
+    """Return a child by its name; scripted modules have dicts of another kind."""
+    return module._modules[name] if name in module._modules else None  # noqa: SIM401
 
 
 def canonical_name(module: nn.Module, key: str) -> str:
@@ -82,7 +107,7 @@ def canonical_name(module: nn.Module, key: str) -> str:
             if parts[0] == name and (_leads(module, parts[1:]) or not _leads(module, parts)):
                 parts = parts[1:]
             continue
-        child = module._modules.get(parts[0]) if len(parts) > 1 else None
+        child = _child(module, parts[0]) if len(parts) > 1 else None
         if child is None:
             return ".".join([*result, *parts])
         result.append(parts[0])
@@ -107,5 +132,5 @@ def _leads(module: nn.Module, parts: Sequence[str]) -> bool:
             or parts[0] in module._buffers
             or (parts[0] == EXTRA_STATE and _has_extra_state(module))
         )
-    child = module._modules.get(parts[0])
+    child = _child(module, parts[0])
     return child is not None and _leads(child, parts[1:])

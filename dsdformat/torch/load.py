@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dsdformat import folders
+from dsdformat.errors import DsdError
 from dsdformat.folders import PathLike
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.builder import Builder, Form
@@ -16,8 +17,9 @@ from dsdformat.torch.introspect import as_mapping
 from dsdformat.torch.loading import Loading
 from dsdformat.torch.moves import fill
 from dsdformat.torch.options import ByName, Device, LoadOptions, as_device
-from dsdformat.torch.recipes import RECIPES, build, find_recipe
+from dsdformat.torch.recipes import RECIPES, Recipe, build, find_recipe
 from dsdformat.torch.report import Loaded
+from dsdformat.torch.rng import rng_state, set_rng_state
 from dsdformat.torch.selection import Rename
 from dsdformat.torch.stored import (
     Composite,
@@ -167,7 +169,7 @@ def load_model(
             ever imported by a name from the file.
         name: Root key of the model.
         device: Where the model is made; the CPU if None.
-        dtype: What the model's floating parameters are converted to; as stored if None.
+        dtype: What the model's floating tensors are converted to; as it is built if None.
         mmap, verify, digest, threads: As in `load`.
 
     Returns:
@@ -187,19 +189,40 @@ def load_model(
         recipe = find_recipe(tree.get(RECIPES), name, str(path))
         stored = {name: tree.get(name)}
 
-        def attempt(place: torch.device) -> tuple[nn.Module, Loading]:
-            with torch.random.fork_rng(devices=[]), place:
-                module = build(recipe, registry)
+        def compared(module: nn.Module) -> Loading:
             module = module if dtype is None else module.to(dtype)
-            return module, Loading(checkpoint, stored, {name: module}, options)
+            return Loading(checkpoint, stored, {name: module}, options)
 
-        module, loading = attempt(torch.device("meta"))
-        if loading.plan.report.uninitialized:
-            loading.plan.report.uninitialized.clear()
-            loading.plan.report.check(options.strict)
-            module, loading = attempt(target)
+        module = _built(recipe, registry, torch.device("meta"))
+        loading = None if module is None else compared(module)
+        if loading is None or loading.plan.report.uninitialized:
+            if loading is not None:
+                loading.plan.report.uninitialized.clear()
+                loading.plan.report.check(options.strict)
+            module = _built(recipe, registry, target)
+            assert module is not None
+            loading = compared(module)
         loading.run()
+        assert module is not None
         return module
+
+
+def _built(
+    recipe: Recipe, registry: Mapping[str, Callable[..., nn.Module]], place: torch.device
+) -> nn.Module | None:
+    """Build a model on a device, without moving random streams; None if it needs no meta."""
+    state = rng_state()
+    try:
+        with place:
+            return build(recipe, registry)
+    except DsdError:
+        raise
+    except Exception:
+        if place.type != "meta":
+            raise
+        return None  # the constructor looks at values, which tensors on meta do not have
+    finally:
+        set_rng_state(state)
 
 
 def _load_plain(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ class Live:
 def _with_live(value: Any) -> Any:
     if isinstance(value, Live):
         return value.value
-    if type(value) in (dict, list, tuple):
+    if type(value) in (dict, OrderedDict, list, tuple):
         items = find_items(value) or []
         return rebuilt(value, [(key, _with_live(item)) for key, item in items])
     return value
@@ -155,7 +156,7 @@ class Loading:
     def _walk_dict(
         self, live: Mapping[Any, Any], stored: Mapping[Any, Any], path: Path, *, whole: bool = False
     ) -> Any:
-        rest = {}
+        rest: dict[Any, Any] = OrderedDict() if type(stored) is OrderedDict else {}
         for key, value in live.items():
             place = (*path, key)
             if key not in stored:

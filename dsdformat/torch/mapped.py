@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dsdformat import folders
-from dsdformat.errors import ArgumentError
+from dsdformat.errors import ArgumentError, EntryNotFoundError
 from dsdformat.folders import PathLike
 from dsdformat.torch.flatten import FlattenParams, flat_form
 from dsdformat.torch.fqn import named_tensors
@@ -75,6 +75,8 @@ def map_parameters(
             for entry in entries
             if len(entry.chunks) > 1 or any(chunk.codec != "raw" for chunk in entry.chunks)
         ]
+    if not entries:
+        raise EntryNotFoundError(f"{path} has nothing at the root key {name!r}", name=name)
     if apart:
         _refuse_copies(apart)
     with flat_form(module) if _is_flat(module, name, stored) else nullcontext():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dsdformat.limits import DEPTH_MAX
+from dsdformat.torch.compat import is_lazy
 from dsdformat.torch.fqn import named_tensors
 from dsdformat.torch.introspect import Kind, find_children, kind_of
 from dsdformat.torch.sharding import local_of
@@ -23,10 +24,20 @@ class Memory:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._spans: dict[int, list[tuple[Span, int | None]]] = {}  # by storage
         for tensor in _tensors(state, 0):
-            for one in (tensor, tensor.grad if tensor.is_leaf else None):
+            grad = None if is_lazy(tensor) or not tensor.is_leaf else tensor.grad
+            for one in (tensor, grad):
                 if one is not None and _has_memory(one):
                     storage, span = _span(one)
                     self._spans.setdefault(storage, []).append((span, None))
+
+    def assign(self, tensor: torch.Tensor, index: int) -> None:
+        """Note which stored tensor one of the state's own tensors gets."""
+        if _has_memory(tensor):
+            storage, span = _span(tensor)
+            spans = self._spans.setdefault(storage, [])
+            if (span, None) in spans:
+                spans.remove((span, None))
+            spans.append((span, index))
 
     def claim(self, tensor: torch.Tensor, index: int) -> bool:
         """Claim the memory of a tensor for a stored tensor; return whether it may be read into.
@@ -60,6 +71,8 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
+    if is_lazy(tensor) or tensor.is_nested:
+        return False
     local = local_of(tensor)
     return (
         local.layout == torch.strided

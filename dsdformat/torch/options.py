@@ -90,9 +90,7 @@ def as_flag(value: Any) -> bool:
 
 
 def _named_types(types: Any) -> dict[str, type]:
-    if not isinstance(types, Iterable):
-        types = [types]
-    kinds = list(types)
+    kinds: list[Any] = list(types) if isinstance(types, Iterable) else [None]
     if not all(isinstance(kind, type) for kind in kinds):
         raise ArgumentError(f"types takes classes, got {shorten(types)}", code="bad_argument")
     return {type_name(kind): kind for kind in kinds}

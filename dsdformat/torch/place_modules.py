@@ -15,8 +15,8 @@ from torch import nn
 
 from dsdformat.errors import MismatchError
 from dsdformat.format.paths import render_path
-from dsdformat.torch.capture import module_entries
-from dsdformat.torch.fqn import EXTRA_STATE, named_tensors, unwrapped
+from dsdformat.torch.capture import versioned_entries
+from dsdformat.torch.fqn import EXTRA_STATE, named_tensors, stray_tensors, unwrapped
 from dsdformat.torch.introspect import own_method
 from dsdformat.torch.placing import Plan, same_content
 from dsdformat.torch.stored import Path, describe, display
@@ -42,7 +42,11 @@ class _Placement:
         self.fits: dict[int, bool] = {}  # id of a tensor -> whether it will be loaded
 
     def run(self, modules: Sequence[nn.Module]) -> None:
-        parts = [(module, _live_entries(module)) for module in modules]
+        versions = {}
+        parts = []
+        for module in modules:
+            entries, versions[id(module)] = _live_entries(module)
+            parts.append((module, entries))
         first: dict[str, Any] = {}
         for module, entries in parts:
             for _, name, value in entries:
@@ -59,14 +63,16 @@ class _Placement:
                 if name not in names:
                     names.append(name)
         for module, entries in parts:
-            self._place(module, entries)
+            self._place(module, entries, versions[id(module)])
         for name, value in self.stored.items():
             if name not in self.wanted:
-                self.plan.unexpected(value, (*self.path, name))
+                self.plan.unexpected(value, (*self.path, name), values=True)
         for module in modules:
             self._find_uninitialized(module)
 
-    def _place(self, module: nn.Module, entries: Sequence[tuple[str, str, Any]]) -> None:
+    def _place(
+        self, module: nn.Module, entries: Sequence[tuple[str, str, Any]], versions: Any
+    ) -> None:
         live: dict[str, Any] = {}
         new: dict[str, tuple[Any, Path]] = {}
         for key, name, value in entries:
@@ -83,7 +89,7 @@ class _Placement:
                 new[key] = (self.stored[name], place)
             else:
                 self.plan.report.missing.append(display(place))
-        self.plan.installs.append(self._installer(unwrapped(module), live, new))
+        self.plan.installs.append(self._installer(unwrapped(module), live, new, versions))
 
     def _is_selected(self, name: str) -> bool:
         return display((*self.path, name)) in self.plan.selection
@@ -103,10 +109,16 @@ class _Placement:
         return self.plan.place(first, tensor, display((*self.path, found[0])))
 
     def _installer(
-        self, module: nn.Module, live: dict[str, Any], new: dict[str, tuple[Any, Path]]
+        self,
+        module: nn.Module,
+        live: dict[str, Any],
+        new: dict[str, tuple[Any, Path]],
+        versions: Any,
     ) -> Callable[[], None]:
         def install() -> None:
-            entries: OrderedDict[str, Any] = OrderedDict(live)
+            entries: Any = OrderedDict(live)
+            if versions is not None:  # what is handed over is as the module itself has it
+                entries._metadata = versions
             for key, (value, place) in new.items():
                 entries[key] = self.plan.builder.make(value, place)
             # Tensors are given as themselves, which copies nothing; hooks see all of them.
@@ -118,7 +130,8 @@ class _Placement:
         """Report what is on meta and stays there (buffers that no state dict holds, and others)."""
         reported = {*self.plan.report.missing, *(m.name for m in self.plan.report.mismatched)}
         seen: set[int] = set()
-        for name, tensor in named_tensors(module, persistent=False):
+        others = stray_tensors(module)
+        for name, tensor in (*named_tensors(module, persistent=False), *others):
             full = display((*self.path, name))
             if not tensor.is_meta or self.plan.will_fill(tensor) or id(tensor) in seen:
                 continue
@@ -140,13 +153,15 @@ def call_loader(method: Callable[..., Any], entries: Any) -> None:
         method(entries)
 
 
-def _live_entries(module: nn.Module) -> list[tuple[str, str, Any]]:
+def _live_entries(module: nn.Module) -> tuple[list[tuple[str, str, Any]], Any]:
     """List the entries of a module; on meta, only the module's own tensors can get content."""
     own = dict(named_tensors(module))
-    return [
+    entries, versions = versioned_entries(module)
+    live = [
         (key, name, own.get(name, value) if _is_meta(value) else value)
-        for key, name, value in module_entries(module)
+        for key, name, value in entries
     ]
+    return live, versions
 
 
 def _is_meta(value: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from dsdformat.errors import MismatchError, shorten
 from dsdformat.format.packing import emit
 from dsdformat.format.paths import render_path
-from dsdformat.format.values import Encoded, encode
+from dsdformat.format.values import Encoded, Named, encode
 from dsdformat.torch.buffers import overlaps_itself
 from dsdformat.torch.builder import Form, stored_dtype
 from dsdformat.torch.compat import exact_states, has_load_hooks
@@ -27,7 +27,16 @@ from dsdformat.torch.names import ParamNames
 from dsdformat.torch.optim import GROUPS, OWN, OWN_KEYS, PARAMS, SHARED, STATE, check_owners
 from dsdformat.torch.placing import Plan
 from dsdformat.torch.report import Mismatch
-from dsdformat.torch.stored import Composite, Path, Stored, display, find_items, leaves, rebuilt
+from dsdformat.torch.stored import (
+    Composite,
+    Path,
+    Stored,
+    describe,
+    display,
+    find_items,
+    leaves,
+    rebuilt,
+)
 
 __all__ = ["Installer", "Maker", "place_optimizers"]
 
@@ -84,10 +93,18 @@ def _find_fault(stored: Any) -> str | None:
     for name, state in stored[STATE].items():
         if type(name) is not str or not isinstance(state, dict):
             return f"an entry {shorten(name)} that is no dict"
-    for key, group in stored[GROUPS].items():
+    return _find_group_fault(stored[GROUPS])
+
+
+def _find_group_fault(groups: Mapping[Any, Any]) -> str | None:
+    members: set[str] = set()
+    for key, group in groups.items():
         params = group.get(PARAMS) if isinstance(group, dict) else None
         if type(params) is not list or any(type(name) is not str for name in params):
             return f"a group {shorten(key)} without a list of names"
+        if members.intersection(params):
+            return f"a parameter in two groups, {shorten(sorted(members.intersection(params))[0])}"
+        members.update(params)
         if not params and _lead_of(key) is None:
             return f"an empty group {shorten(key)}"
     return None
@@ -169,7 +186,7 @@ class _Placement:
                 self._report_unwanted(self.file.own.get(lead, {}), (OWN, lead))
             own = {}
         self.leads.update(mine)
-        if not _takes_more(optimizer):
+        if not _is_overridden(optimizer, "load_state_dict"):
             self._rehearse(optimizer, states)
         installer = Installer(optimizer, states, groups, shared, own)
         self.plan.installs.append(installer.run)
@@ -263,7 +280,9 @@ class _Placement:
         parameter: torch.Tensor,
         name: str,
     ) -> dict[Any, Maker]:
-        live = optimizer.state.get(parameter) or {}
+        # One that shows its state in another form gets it in that form.
+        shown = not _is_overridden(optimizer, "state_dict")
+        live = (optimizer.state.get(parameter) or {}) if shown else {}
         device = self.plan.device_of(parameter)
         on_device = bool(group.get("capturable") or group.get("fused"))
         result: dict[Any, Maker] = {}
@@ -315,9 +334,17 @@ class _Placement:
             for name in self.names.names[id(parameter)]:
                 if name in self.file.groups and self.file.groups[name] not in keys:
                     keys.append(self.file.groups[name])
+        if not keys:
+            self._without_group(group["params"])
         for other in keys[1:]:
             self._compare(keys[0], other)
         return keys[0] if keys else None
+
+    def _without_group(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Report that the checkpoint has entries of a group's parameters and not the group."""
+        known = [name for one in parameters if (name := self._name(one)) is not None]
+        if known and self._selects((GROUPS, known[0])):
+            self.plan.report.missing.append(display((*self.path, GROUPS, known[0])))
 
     def _compare(self, one: Any, other: Any) -> None:
         """Check that two stored groups, which are one group now, say the same."""
@@ -344,6 +371,8 @@ class _FromFile:
                 plan.place(value, live, display(path), cast=False)
                 return lambda: live
             device = device if live.is_meta else live.device
+        elif isinstance(live, torch.Tensor) and isinstance(value, (str, dict, list, Named)):
+            self._plan.other_form(Mismatch(display(path), "kind", describe(value), "a tensor"))
         items = None if type(value) is Composite else find_items(value)
         if items and any(type(item) in (Stored, Composite) for item in _flat(value)):
             makers = [
@@ -389,9 +418,7 @@ class Installer:
     def run(self) -> None:
         states = {parameter: self._made(state) for parameter, state in self.states.items()}
         groups = [self._made(group) for group in self.groups]
-        method = own_method(self.optimizer, "load_state_dict")
-        own = getattr(method, "__func__", None) is torch.optim.Optimizer.load_state_dict
-        if own and not self.rest and not has_load_hooks(self.optimizer):
+        if not self.rest and not _takes_more(self.optimizer):
             self._set(states, groups)
         else:
             self._hand_over(states, groups)
@@ -451,12 +478,14 @@ def _on_meta(value: Any) -> Any:
     return value if items is None else rebuilt(value, [(k, _on_meta(v)) for k, v in items])
 
 
+def _is_overridden(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    method = getattr(own_method(optimizer, name), "__func__", None)
+    return method is not getattr(torch.optim.Optimizer, name)
+
+
 def _takes_more(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer may do something with keys that torch's own ones do not have."""
-    method = own_method(optimizer, "load_state_dict")
-    return getattr(method, "__func__", None) is not torch.optim.Optimizer.load_state_dict or (
-        has_load_hooks(optimizer)
-    )
+    return _is_overridden(optimizer, "load_state_dict") or has_load_hooks(optimizer)
 
 
 def _equal(one: Any, other: Any) -> bool:

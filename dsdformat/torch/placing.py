@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from dsdformat.errors import shorten
 from dsdformat.torch.buffers import as_bits, empty, memory_order, overlaps_itself
@@ -99,6 +100,7 @@ class Plan:
             return self._place_on_meta(stored, live, name)
         if overlaps_itself(live):
             return self.mismatch(name, "kind", str(stored), "a tensor whose elements share memory")
+        self.memory.assign(live, stored.index)
         self._moves.append(Move(stored.index, stored_dtype(stored), local_tensor(live, (name,))))
         return True
 
@@ -133,10 +135,11 @@ class Plan:
             if name in self.selection:
                 self.report.missing.append(name)
 
-    def unexpected(self, stored: Any, path: Path) -> None:
-        """Report the tensors that the checkpoint has at a path and the state does not."""
+    def unexpected(self, stored: Any, path: Path, *, values: bool = False) -> None:
+        """Report the tensors, and the values, that the checkpoint has and the state does not."""
         for place, leaf in leaves(stored, path):
-            if isinstance(leaf, (Stored, Composite)) and display(place) in self.selection:
+            counts = values or isinstance(leaf, (Stored, Composite))
+            if counts and display(place) in self.selection:
                 self.report.unexpected.append(display(place))
 
     def device_of(self, live: torch.Tensor) -> torch.device:
@@ -179,6 +182,9 @@ class Plan:
             wanted = kind.removeprefix("torch.") if kind else "strided"
             return self.mismatch(name, "kind", describe(stored), f"a {wanted} tensor")
         if kind != "torch.subclass":
+            fault = _composite_fault(stored, live)
+            if fault:
+                return self.mismatch(name, *fault)
             self.builder.need(stored, (name,))
 
             def install() -> None:
@@ -203,9 +209,24 @@ class Plan:
 def replace_content(live: torch.Tensor, content: torch.Tensor) -> None:
     """Give a tensor other content, device and layout; the object stays the one that others hold."""
     requires_grad = live.requires_grad
+    if find_kind(content) in ("torch.jagged", "torch.subclass"):  # what it holds is in attributes
+        if isinstance(live, nn.Parameter):
+            content = nn.Parameter(content, requires_grad=requires_grad)
+        torch.utils.swap_tensors(live, content)  # type: ignore[no-untyped-call]
+        return
     # An object of its own: the one that is given keeps its content.
     swap_content(live, content.detach())
     live.requires_grad_(requires_grad)
+
+
+def _composite_fault(stored: Composite, live: torch.Tensor) -> tuple[str, str, str] | None:
+    """Say in what a sparse or nested tensor differs from the one it is for, or None."""
+    size, values = stored.parts.get("size"), stored.parts.get("values")
+    if size is not None and tuple(size) != tuple(live.shape):
+        return "shape", str(list(size)), str(list(live.shape))
+    if isinstance(values, Stored) and stored_dtype(values) != live.dtype:
+        return "dtype", values.entry.dtype, _dtype_name(live.dtype)
+    return None
 
 
 def _ordered(content: torch.Tensor, order: list[int] | None) -> torch.Tensor:

@@ -5,13 +5,22 @@ The name means what the caller's registry says. Nothing is imported or looked up
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from dsdformat.errors import ArgumentError, EntryNotFoundError, shorten
+from dsdformat.errors import (
+    ArgumentError,
+    EntryNotFoundError,
+    UnsupportedValueError,
+    shorten,
+)
+from dsdformat.format.paths import render_path
+from dsdformat.torch.introspect import Kind, kind_of
+from dsdformat.torch.stored import Composite, Stored, find_items, leaves
 
 __all__ = ["RECIPES", "Recipe", "build", "recipe_values"]
 
@@ -76,7 +85,21 @@ def recipe_values(recipes: Mapping[str, Recipe], state: Mapping[str, Any]) -> di
                 f"recipes map keys of the state to Recipe, got {shorten(key)}: {shorten(recipe)}",
                 code="bad_argument",
             )
+        _check_plain(recipe.kwargs, [RECIPES, key, _KWARGS])
     return {key: {_NAME: one.name, _KWARGS: one.kwargs} for key, one in recipes.items()}
+
+
+def _check_plain(value: Any, path: list[Any]) -> None:
+    """Refuse tensors and arrays among the arguments of a recipe."""
+    if kind_of(value) in (Kind.TENSOR, Kind.ARRAY):
+        raise UnsupportedValueError(
+            f"{render_path(path)}: the arguments of a recipe are plain values, got a "
+            f"{type(value).__name__}",
+            path_in_tree=render_path(path),
+            hint="make it in the function that builds the model",
+        )
+    for key, item in find_items(value) or ():
+        _check_plain(item, [*path, key])
 
 
 def find_recipe(stored: Any, model: str, place: str) -> Recipe:
@@ -96,6 +119,11 @@ def find_recipe(stored: Any, model: str, place: str) -> Recipe:
             f"{place}: what is stored as the recipe of {shorten(model)} is none: {shorten(raw)}",
             code="bad_argument",
         )
+    if any(isinstance(leaf, (Stored, Composite)) for _, leaf in leaves(kwargs)):
+        raise ArgumentError(
+            f"{place}: the arguments of the recipe of {shorten(model)} hold a tensor",
+            code="bad_argument",
+        )
     return Recipe(name, **kwargs)
 
 
@@ -107,12 +135,13 @@ def build(recipe: Recipe, registry: Mapping[str, Callable[..., nn.Module]]) -> n
         ArgumentError: what it has does not build a module.
     """
     if recipe.name not in registry:
+        known = sorted(map(str, registry))
         raise EntryNotFoundError(
-            f"the registry has no {shorten(recipe.name)}; it has {shorten(sorted(registry))}",
+            f"the registry has no {shorten(recipe.name)}; it has {shorten(known)}",
             name=recipe.name,
-            close_matches=difflib.get_close_matches(recipe.name, list(registry), n=3),
+            close_matches=difflib.get_close_matches(recipe.name, known, n=3),
         )
-    module = registry[recipe.name](**recipe.kwargs)
+    module = registry[recipe.name](**copy.deepcopy(recipe.kwargs))
     if not isinstance(module, nn.Module):
         raise ArgumentError(
             f"the registry's {recipe.name} gave no module but {shorten(module)}",
