@@ -1,5 +1,6 @@
 """The bench program; see `cli.py`."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -9,4 +10,5 @@ if not __package__:  # run as a folder: the package's parent is not on the path 
 from bench.cli import main
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and clean up
     sys.exit(main())

@@ -6,6 +6,7 @@ Started by `runs.py`; nothing else imports torch or a contender.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ class Job:
         folder: Empty, and the child's own.
         fixture: Where the contender's fixture is, or is to be.
         prepares: Whether to write the fixture, rather than measure.
+        realtime: Whether to run before all ordinary processes.
         result: File for the row.
     """
 
@@ -35,6 +37,7 @@ class Job:
     folder: str
     fixture: str
     prepares: bool
+    realtime: bool
     result: str
 
     def to_json(self) -> str:
@@ -49,6 +52,8 @@ def main() -> None:
     case = find_case(job.case)
     contender = case.contender(job.contender)
     scene = Scene(job.size, Path(job.folder), Path(job.fixture))
+    if job.realtime:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     if job.prepares:
         prepare(contender, scene)
     else:

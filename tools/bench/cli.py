@@ -40,7 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not folder.is_dir():
         parser.error(f"{folder} is not a folder")
     with tempfile.TemporaryDirectory(prefix="dsd-bench-", dir=folder) as place:
-        return report(chosen, Run(Path(place), options.size, options.n, tell), options.json)
+        run = Run(
+            folder=Path(place),
+            size=options.size,
+            repetitions=options.n,
+            realtime=options.realtime,
+            tell=tell,
+        )
+        return report(chosen, run, options.json)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,6 +64,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--folder", default=tempfile.gettempdir(), help="on the file system to measure"
+    )
+    parser.add_argument(
+        "--realtime",
+        action="store_true",
+        help="schedule what is measured before all else (SCHED_RR), on a machine that is busy",
     )
     parser.add_argument("--json", metavar="FILE", help="also write every row to a file")
     return parser
@@ -84,6 +96,8 @@ def choose(names: Sequence[str], only: str | None) -> Chosen:
 def report(chosen: Chosen, run: Run, json_path: str | None) -> int:
     """Run the cases; print a table as soon as its case is done."""
     machine = describe(run.folder)
+    if run.realtime:
+        machine["priority"] = "SCHED_RR, before all ordinary processes"
     print(machine_section(machine, run.size))
     rows: list[Row] = []
     for case, contenders in chosen:

@@ -18,7 +18,8 @@ def describe(folder: Path) -> dict[str, str]:
     return {
         "processor": f"{len(os.sched_getaffinity(0))} cores, {processor()}",
         "memory": f"{memory / (1 << 30):.0f} GiB",
-        "system": f"{platform.system()} {platform.release()}, nice {os.nice(0)}",
+        "system": f"{platform.system()} {platform.release()}",
+        "priority": f"nice {os.nice(0)}",
         "file system": file_system(folder),
         "libraries": ", ".join([f"Python {platform.python_version()}", *versions()]),
     }

@@ -34,12 +34,14 @@ class Run:
         folder: Empty, on the file system to measure; fixtures are kept there from case to case.
         size: Scale of the states.
         repetitions: Of each contender.
+        realtime: Whether children run before all ordinary processes.
         tell: Called with a line for each repetition that ends.
     """
 
     folder: Path
     size: float
     repetitions: int
+    realtime: bool
     tell: Callable[[str], None]
 
     def rows(self, case: Case, contenders: Sequence[Contender]) -> Iterator[Row]:
@@ -86,6 +88,7 @@ class Run:
             folder=str(folder),
             fixture=str(self._fixture(contender)),
             prepares=prepares,
+            realtime=self.realtime and not prepares,
             result=str(result),
         )
         try:
@@ -106,7 +109,7 @@ def run_child(job: Job) -> str:
     path = os.pathsep.join([str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "bench.child", job.to_json()],
+            [sys.executable, "-P", "-m", "bench.child", job.to_json()],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -10,6 +10,7 @@ import functools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,10 @@ __all__ = ["State", "large_shapes", "build_state", "small_shapes"]
 PATTERN_NUMEL = 16 << 20
 PATTERN_STEP = 7919 * 16
 LAYER_TENSORS = 10
+STAGE_LAYERS = 20
 
 Shapes = list[tuple[int, ...]]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +89,37 @@ def small_shapes(size: float) -> Shapes:
 
 
 def build_state(shapes: Shapes, *, optimizer: bool = False, stepped: bool = False) -> State:
-    """Make a model of float32 parameters, in layers of ten, and an AdamW over it if asked.
+    """Make a model of float32 parameters, and an AdamW over it if asked.
+
+    Its names are like `stages.3.layers.7.weight2`: no module has thousands of children, which is
+    what `load_state_dict` of torch takes quadratic time for.
 
     Args:
         shapes: Of the parameters.
         optimizer: Whether to make an optimizer.
         stepped: Whether it has taken a step, so that it keeps two moments per parameter.
     """
-    layers = []
-    for start in range(0, len(shapes), LAYER_TENSORS):
-        layer = nn.Module()
-        for place, shape in enumerate(shapes[start : start + LAYER_TENSORS]):
-            layer.register_parameter(f"weight{place}", nn.Parameter(torch.empty(shape)))
-        layers.append(layer)
-    module = nn.Module()
-    module.register_module("layers", nn.ModuleList(layers))
+    layers = [build_layer(some) for some in cut(shapes, LAYER_TENSORS)]
+    stages = [nn.ModuleDict({"layers": nn.ModuleList(some)}) for some in cut(layers, STAGE_LAYERS)]
+    module = nn.ModuleDict({"stages": nn.ModuleList(stages)})
     state = State(module, AdamW(module.parameters()) if optimizer else None)
     if stepped:
         take_step(state)
     state.fill()
     return state
+
+
+def build_layer(shapes: Shapes) -> nn.Module:
+    """Make a module of some parameters."""
+    layer = nn.Module()
+    for place, shape in enumerate(shapes):
+        layer.register_parameter(f"weight{place}", nn.Parameter(torch.empty(shape)))
+    return layer
+
+
+def cut(items: list[Item], count: int) -> list[list[Item]]:
+    """Cut a list into runs of some length, the last one shorter."""
+    return [items[start : start + count] for start in range(0, len(items), count)]
 
 
 def take_step(state: State) -> None:

@@ -67,6 +67,7 @@ SAVE_FRESH = Case(
     "optimizer-save-fresh",
     "save a model with an AdamW that has not taken a step",
     save_contenders(partial(trained_model, stepped=False), FORMS),
+    note="`dcp` is given what torch's get_optimizer_state_dict makes: it fills in the moments.",
 )
 SAVE_STEPPED = Case(
     "optimizer-save-stepped",

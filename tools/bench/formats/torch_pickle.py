@@ -32,6 +32,9 @@ def load(path: Path, state: State, *, mmap: bool) -> None:
     state.module.load_state_dict(tree["model"])
     if state.optimizer is not None:
         state.optimizer.load_state_dict(tree["optimizer"])
+        if mmap:  # the moments are in the mapped file still, unread; others have them in memory
+            for kept in state.optimizer.state.values():
+                kept.update({name: moment.clone() for name, moment in kept.items()})
 
 
 def read_one(path: Path, state: State, index: int) -> None:
