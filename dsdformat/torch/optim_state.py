@@ -17,10 +17,11 @@ from dsdformat.errors import MismatchError
 from dsdformat.torch import dotted, fsdp1
 from dsdformat.torch.broadcast import broadcast
 from dsdformat.torch.comm import Comm
+from dsdformat.torch.install_optim import Installer, Maker
 from dsdformat.torch.model_state import StateDictMismatchError, finished, form_of, from_form
 from dsdformat.torch.names import Namer, ParamNames
 from dsdformat.torch.optim import GROUPS, STATE, capture_optimizers
-from dsdformat.torch.place_optim import Installer, Maker, place_optimizers
+from dsdformat.torch.place_optim import place_optimizers
 from dsdformat.torch.placing import Plan
 from dsdformat.torch.redistribute import copy_into, group_of, like_parameter
 from dsdformat.torch.selection import Selection

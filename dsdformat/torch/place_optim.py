@@ -20,9 +20,8 @@ from dsdformat.format.paths import render_path
 from dsdformat.format.values import Encoded, Named, encode
 from dsdformat.torch.buffers import overlaps_itself
 from dsdformat.torch.builder import Form, stored_dtype
-from dsdformat.torch.compat import exact_states, has_load_hooks
 from dsdformat.torch.dtypes import find_named
-from dsdformat.torch.introspect import own_method
+from dsdformat.torch.install_optim import Installer, Maker, is_overridden, takes_more
 from dsdformat.torch.names import ParamNames
 from dsdformat.torch.optim import GROUPS, OWN, OWN_KEYS, PARAMS, SHARED, STATE, check_owners
 from dsdformat.torch.placing import Plan
@@ -37,10 +36,10 @@ from dsdformat.torch.stored import (
     leaves,
     rebuilt,
 )
+from dsdformat.torch.stored_optim import StoredOptimizer, find_fault
 
-__all__ = ["Installer", "Maker", "place_optimizers"]
+__all__ = ["place_optimizers"]
 
-Maker = Callable[[], Any]
 # From a value, what is there already or None, the path, a device and a parameter or None.
 Fit = Callable[[Any, Any, Path, torch.device | None, torch.Tensor | None], Maker]
 
@@ -65,85 +64,23 @@ def place_optimizers(
         renamed: What a stored FQN is called now, or None if it is left out.
         fit: Plans where one value goes; values are read from a file if None.
     """
-    fault = _find_fault(stored)
+    fault = find_fault(stored)
     if fault:
         plan.mismatch(display(path), "kind", fault, "the state of an optimizer by names")
         return
     check_owners(optimizers, names, path)
-    placement = _Placement(plan, names, _File(stored, renamed), path, fit or _FromFile(plan))
+    placement = _Placement(
+        plan, names, StoredOptimizer(stored, renamed), path, fit or _FromFile(plan)
+    )
     for optimizer in optimizers:
         placement.add(optimizer)
     placement.find_unexpected()
 
 
-def _find_fault(stored: Any) -> str | None:
-    """Say what in a stored value is not as the state of an optimizer is, or None."""
-    if not isinstance(stored, dict):
-        return f"a {type(stored).__name__}"
-    for key in (STATE, GROUPS, SHARED, OWN):
-        if not isinstance(stored.get(key, {} if key in (SHARED, OWN) else None), dict):
-            return f"a dict without a dict {key}"
-    for key in (SHARED, OWN):
-        for lead, kept in stored.get(key, {}).items():
-            if type(lead) is not str or not isinstance(kept, dict):
-                return f"a dict with {shorten(lead)} in {key}"
-    others = [key for key in stored if key not in (STATE, GROUPS, SHARED, OWN)]
-    if others:
-        return f"a dict with the key {shorten(others[0])}"
-    for name, state in stored[STATE].items():
-        if type(name) is not str or not isinstance(state, dict):
-            return f"an entry {shorten(name)} that is no dict"
-    return _find_group_fault(stored[GROUPS])
-
-
-def _find_group_fault(groups: Mapping[Any, Any]) -> str | None:
-    members: set[str] = set()
-    for key, group in groups.items():
-        params = group.get(PARAMS) if isinstance(group, dict) else None
-        if type(params) is not list or any(type(name) is not str for name in params):
-            return f"a group {shorten(key)} without a list of names"
-        if members.intersection(params):
-            return f"a parameter in two groups, {shorten(sorted(members.intersection(params))[0])}"
-        members.update(params)
-        if not params and _lead_of(key) is None:
-            return f"an empty group {shorten(key)}"
-    return None
-
-
-def _lead_of(key: Any) -> Any:
-    """Return the first name of the optimizer that an empty group is of; None for another key."""
-    known = type(key) is tuple and len(key) == 2 and type(key[0]) is str
-    return key[0] if known else None
-
-
-class _File:
-    """What the checkpoint has of an optimizer, under the names that it has now."""
-
-    def __init__(self, stored: dict[Any, Any], renamed: Callable[[str], str | None]) -> None:
-        self.states: dict[str, dict[Any, Any]] = {}
-        for old, state in stored[STATE].items():
-            name = renamed(old)
-            if name is not None:
-                self.states[name] = state
-        self.groups: dict[str, Any] = {}  # name of a parameter -> key of its group
-        self.values: dict[Any, dict[Any, Any]] = stored[GROUPS]
-        for key, group in self.values.items():
-            names = (renamed(old) for old in group[PARAMS])
-            self.groups.update((name, key) for name in names if name is not None)
-        self.empty: dict[str, list[Any]] = {}  # first name of an optimizer -> keys of groups
-        for key, group in self.values.items():
-            if not group[PARAMS]:
-                self.empty.setdefault(renamed(_lead_of(key)) or "", []).append(key)
-        self.shared = {renamed(old) or "": kept for old, kept in stored.get(SHARED, {}).items()}
-        self.own = {renamed(old) or "": kept for old, kept in stored.get(OWN, {}).items()}
-
-    def names(self) -> Iterator[str]:
-        """List the parameters that the checkpoint knows."""
-        yield from dict.fromkeys([*self.groups, *self.states])
-
-
 class _Placement:
-    def __init__(self, plan: Plan, names: ParamNames, file: _File, path: Path, fit: Fit) -> None:
+    def __init__(
+        self, plan: Plan, names: ParamNames, file: StoredOptimizer, path: Path, fit: Fit
+    ) -> None:
         self.plan = plan
         self.fit = fit
         self.names = names
@@ -181,12 +118,12 @@ class _Placement:
             }
             for section, kept in ((SHARED, self.file.shared), (OWN, self.file.own))
         )
-        if not _takes_more(optimizer):
+        if not takes_more(optimizer):
             for lead in mine:
                 self._report_unwanted(self.file.own.get(lead, {}), (OWN, lead))
             own = {}
         self.leads.update(mine)
-        if not _is_overridden(optimizer, "load_state_dict"):
+        if not is_overridden(optimizer, "load_state_dict"):
             self._rehearse(optimizer, states)
         installer = Installer(optimizer, states, groups, shared, own)
         self.plan.installs.append(installer.run)
@@ -281,7 +218,7 @@ class _Placement:
         name: str,
     ) -> dict[Any, Maker]:
         # One that shows its state in another form gets it in that form.
-        shown = not _is_overridden(optimizer, "state_dict")
+        shown = not is_overridden(optimizer, "state_dict")
         live = (optimizer.state.get(parameter) or {}) if shown else {}
         device = self.plan.device_of(parameter)
         on_device = bool(group.get("capturable") or group.get("fused"))
@@ -398,76 +335,6 @@ class _FromFile:
         return not odd and self._plan.memory.claim(live, stored.index)
 
 
-class Installer:
-    """Gives a live optimizer what was read for it."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        states: dict[torch.Tensor, dict[Any, Maker] | None],
-        groups: list[dict[Any, Maker]],
-        shared: dict[Any, Maker],
-        rest: dict[Any, Maker],
-    ) -> None:
-        self.optimizer = optimizer
-        self.states = states
-        self.groups = groups
-        self.shared = shared
-        self.rest = rest
-
-    def run(self) -> None:
-        states = {parameter: self._made(state) for parameter, state in self.states.items()}
-        groups = [self._made(group) for group in self.groups]
-        if not self.rest and not _takes_more(self.optimizer):
-            self._set(states, groups)
-        else:
-            self._hand_over(states, groups)
-
-    def _made(self, makers: dict[Any, Maker] | None) -> dict[Any, Any]:
-        return {} if makers is None else {key: make() for key, make in makers.items()}
-
-    def _set(
-        self, states: dict[torch.Tensor, dict[Any, Any]], groups: list[dict[Any, Any]]
-    ) -> None:
-        """Set state and groups, as `Optimizer.load_state_dict` does but for its casts."""
-        live = self.optimizer.state
-        for parameter, state in states.items():
-            live.pop(parameter, None)
-            if state:
-                live[parameter] = state
-        for key, make in self.shared.items():
-            live[key] = make()
-        for group, values in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update(values)
-        self.optimizer.__setstate__({STATE: live, GROUPS: self.optimizer.param_groups})
-
-    def _hand_over(
-        self, states: dict[torch.Tensor, dict[Any, Any]], groups: list[dict[Any, Any]]
-    ) -> None:
-        """Call the optimizer's own `load_state_dict`, without the casts that torch's makes."""
-        entries = own_method(self.optimizer, "state_dict")()
-        numbers: dict[torch.Tensor, Any] = {}
-        for saved, live, values in zip(
-            entries[GROUPS], self.optimizer.param_groups, groups, strict=True
-        ):
-            numbers.update(zip(live["params"], saved["params"], strict=True))
-            saved.update(values)
-        for parameter, state in states.items():
-            entries[STATE].pop(numbers[parameter], None)
-            if state:
-                entries[STATE][numbers[parameter]] = state
-        entries[STATE].update((key, make()) for key, make in self.shared.items())
-        entries.update((key, make()) for key, make in self.rest.items())
-        with exact_states():
-            own_method(self.optimizer, "load_state_dict")(entries)
-        for parameter, state in states.items():
-            installed = self.optimizer.state.get(parameter)
-            for key, value in state.items():
-                # torch copies what can be iterated over by its type, which texts do not survive
-                if type(value) in (str, bytes) and isinstance(installed, dict):
-                    installed[key] = value
-
-
 def _on_meta(value: Any) -> Any:
     """Return a stored value with tensors that have no memory."""
     if isinstance(value, Stored):
@@ -476,16 +343,6 @@ def _on_meta(value: Any) -> Any:
         return None
     items = find_items(value)
     return value if items is None else rebuilt(value, [(k, _on_meta(v)) for k, v in items])
-
-
-def _is_overridden(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    method = getattr(own_method(optimizer, name), "__func__", None)
-    return method is not getattr(torch.optim.Optimizer, name)
-
-
-def _takes_more(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer may do something with keys that torch's own ones do not have."""
-    return _is_overridden(optimizer, "load_state_dict") or has_load_hooks(optimizer)
 
 
 def _equal(one: Any, other: Any) -> bool:
