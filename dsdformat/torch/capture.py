@@ -16,7 +16,7 @@ from dsdformat.errors import MismatchError, UnsupportedValueError, shorten
 from dsdformat.format.paths import emit_name, render_path
 from dsdformat.format.values import encoded_key
 from dsdformat.limits import DEPTH_MAX
-from dsdformat.torch.compat import is_lazy
+from dsdformat.torch.compat import find_wrapped, is_lazy
 from dsdformat.torch.fqn import canonical_name, named_tensors, unwrapped
 from dsdformat.torch.introspect import (
     Kind,
@@ -82,13 +82,16 @@ def versioned_entries(module: nn.Module) -> tuple[list[tuple[str, str, Any]], An
             f"state_dict() of {type(module).__name__} is not a mapping with string keys: "
             f"{shorten(entries)}"
         )
+    versions = getattr(entries, "_metadata", None)
+    if not any(find_wrapped(one) for one in module.modules()):
+        return [(key, key, value) for key, value in entries.items()], versions
     known: dict[int, list[str]] = {}
     for name, tensor in named_tensors(module):
         known.setdefault(id(tensor), []).append(name)
     triples = [
         (key, _name_of(module, key, known.get(id(value))), value) for key, value in entries.items()
     ]
-    return triples, getattr(entries, "_metadata", None)
+    return triples, versions
 
 
 def _name_of(module: nn.Module, key: str, names: Sequence[str] | None) -> str:

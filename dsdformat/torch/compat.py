@@ -6,6 +6,7 @@ an object of a class whose module was never imported cannot exist.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ __all__ = [
     "has_load_hooks",
     "is_lazy",
     "known_seqlens",
+    "needs_loader",
     "plain_functions",
     "swap_content",
 ]
@@ -52,12 +54,48 @@ def find_wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
     FSDP1, `torch.compile`, activation checkpointing and offloading. None for any other module,
     whatever its attributes are called.
     """
-    for place, name, child in _WRAPPERS:
-        kind = getattr(sys.modules.get(place), name, None)
-        if kind is not None and isinstance(module, kind):
+    for kind, child in _loaded_wrappers():
+        if isinstance(module, kind):
             inner = module._modules.get(child)
             return None if inner is None else (child, inner)
     return None
+
+
+def _loaded_wrappers() -> tuple[tuple[type, str], ...]:
+    """Return the wrapper classes that are loaded, and under which name each has its module."""
+    loaded = tuple(place in sys.modules for place, _, _ in _WRAPPERS)
+    return _wrappers(loaded)
+
+
+@functools.cache
+def _wrappers(loaded: tuple[bool, ...]) -> tuple[tuple[type, str], ...]:
+    found = []
+    for there, (place, name, child) in zip(loaded, _WRAPPERS, strict=True):
+        kind = getattr(sys.modules[place], name, None) if there else None
+        if kind is not None:
+            found.append((kind, child))
+    return tuple(found)
+
+
+def needs_loader(module: nn.Module) -> bool:
+    """Whether a module, or one in it, does more when it loads a state dict than copy tensors."""
+    return any(_has_loader(one) for one in module.modules())
+
+
+def _has_loader(module: nn.Module) -> bool:
+    kind = type(module)
+    own = kind._load_from_state_dict is not nn.Module._load_from_state_dict
+    # Normalisation only adds a counter that old state dicts lack.
+    known = (
+        own and kind._load_from_state_dict is nn.modules.batchnorm._NormBase._load_from_state_dict
+    )
+    return (
+        (own and not known)
+        or kind.load_state_dict is not nn.Module.load_state_dict
+        or "load_state_dict" in vars(module)
+        or bool(getattr(module, "_load_state_dict_pre_hooks", None))
+        or bool(getattr(module, "_load_state_dict_post_hooks", None))
+    )
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

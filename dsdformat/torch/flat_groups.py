@@ -184,6 +184,12 @@ def _walk(
 
 def _step_in(module: nn.Module, prefix: str, flat: dict[int, str]) -> nn.Module | None:
     """Return the module in a wrapper, and note the flat parameters that it has."""
+    if isinstance(module, torch.jit.ScriptModule):
+        _refuse(
+            f"{prefix.removesuffix('.') or 'the module'} is scripted: its parameters cannot "
+            "become views",
+            hint="flatten the modules beside it, each in a wrapper of its own",
+        )
     inner = module._modules.get(INNER)
     if inner is None:
         wrapped = find_wrapped(module)

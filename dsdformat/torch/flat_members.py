@@ -77,6 +77,11 @@ class FlatMembers:
             for slot in slots:
                 setattr(slot.owner, slot.name, view)
 
+    def views(self) -> list[torch.Tensor]:
+        """Return the views that the modules have now."""
+        found = [slot.owner.__dict__.get(slot.name) for slot in self._every_slot]
+        return [one for one in found if isinstance(one, torch.Tensor)]
+
     def set_parameters(self) -> None:
         """Give the modules the parameters."""
         for parameter, slots in zip(self.parameters, self._slots, strict=True):

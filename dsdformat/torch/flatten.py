@@ -22,7 +22,14 @@ from dsdformat.torch.flat_layout import FlatLayout, pack
 from dsdformat.torch.flat_members import FlatMembers
 from dsdformat.torch.flat_shards import consolidate
 
-__all__ = ["FlatLayout", "FlattenParams", "consolidate", "flat_form"]
+__all__ = [
+    "FlatLayout",
+    "FlattenParams",
+    "consolidate",
+    "derived_tensors",
+    "flat_form",
+    "without_views",
+]
 
 
 class FlattenParams(nn.Module):
@@ -387,6 +394,35 @@ def flat_form(module: nn.Module) -> Iterator[None]:
     finally:
         for wrapper in wrappers:
             wrapper._flat_form = False
+
+
+@contextmanager
+def without_views(module: nn.Module) -> Iterator[None]:
+    """Leave nothing but the flat parameters, whose content is to be replaced, for a while."""
+    wrappers = _wrappers(module)
+    with flat_form(module):
+        try:
+            for wrapper in wrappers:
+                wrapper._check_views()
+            for members in (members for wrapper in wrappers for members in wrapper._members):
+                members.release()
+            yield
+        finally:
+            for wrapper in wrappers:
+                wrapper._link()
+
+
+def derived_tensors(module: nn.Module) -> set[int]:
+    """Return the ids of the flat parameters of a module, and of the views that it has of them.
+
+    They get their content from the parameters, or give it to them: none is loaded for itself.
+    """
+    found: set[int] = set()
+    for wrapper in _wrappers(module):
+        found.update(map(id, wrapper.flat_params))
+        for members in wrapper._members:
+            found.update(map(id, members.views()))
+    return found
 
 
 def _wrappers(module: nn.Module) -> list[FlattenParams]:

@@ -18,7 +18,7 @@ from torch import nn
 from dsdformat import folders
 from dsdformat.errors import ArgumentError, EntryNotFoundError
 from dsdformat.folders import PathLike
-from dsdformat.torch.flatten import FlattenParams, flat_form
+from dsdformat.torch.flatten import FlattenParams, flat_form, without_views
 from dsdformat.torch.fqn import named_tensors
 from dsdformat.torch.load import load
 from dsdformat.torch.placing import replace_content
@@ -79,7 +79,7 @@ def map_parameters(
         raise EntryNotFoundError(f"{path} has nothing at the root key {name!r}", name=name)
     if apart:
         _refuse_copies(apart)
-    with flat_form(module) if _is_flat(module, name, stored) else nullcontext():
+    with without_views(module) if _is_flat(module, name, stored) else nullcontext():
         held.release()
         try:
             report = load(

@@ -16,6 +16,7 @@ from torch import nn
 from dsdformat.errors import MismatchError
 from dsdformat.format.paths import render_path
 from dsdformat.torch.capture import versioned_entries
+from dsdformat.torch.compat import needs_loader
 from dsdformat.torch.fqn import EXTRA_STATE, named_tensors, stray_tensors, unwrapped
 from dsdformat.torch.introspect import own_method
 from dsdformat.torch.placing import Plan, same_content
@@ -116,6 +117,8 @@ class _Placement:
         versions: Any,
     ) -> Callable[[], None]:
         def install() -> None:
+            if not new and not needs_loader(module):
+                return
             entries: Any = OrderedDict(live)
             if versions is not None:  # what is handed over is as the module itself has it
                 entries._metadata = versions
