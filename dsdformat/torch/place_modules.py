@@ -116,8 +116,11 @@ class _Placement:
         new: dict[str, tuple[Any, Path]],
         versions: Any,
     ) -> Callable[[], None]:
+        own = {id(tensor) for _, tensor in named_tensors(module)}
+        copies = any(id(tensor) not in own for tensor in live.values())
+
         def install() -> None:
-            if not new and not needs_loader(module):
+            if not new and not copies and not needs_loader(module):
                 return
             entries: Any = OrderedDict(live)
             if versions is not None:  # what is handed over is as the module itself has it
