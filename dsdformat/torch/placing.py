@@ -21,6 +21,7 @@ from dsdformat.torch.memory import Memory
 from dsdformat.torch.moves import Move, can_cast
 from dsdformat.torch.report import Cast, LoadReport, Mismatch
 from dsdformat.torch.selection import Selection
+from dsdformat.torch.sharding import is_dtensor
 from dsdformat.torch.stored import Composite, Path, Stored, describe, display, leaves
 
 __all__ = ["Plan"]
@@ -209,7 +210,8 @@ class Plan:
 def replace_content(live: torch.Tensor, content: torch.Tensor) -> None:
     """Give a tensor other content, device and layout; the object stays the one that others hold."""
     requires_grad = live.requires_grad
-    if find_kind(content) in ("torch.jagged", "torch.subclass"):  # what it holds is in attributes
+    in_attributes = find_kind(content) in ("torch.jagged", "torch.subclass") or is_dtensor(content)
+    if in_attributes:  # what it holds
         if isinstance(live, nn.Parameter):
             content = nn.Parameter(content, requires_grad=requires_grad)
         torch.utils.swap_tensors(live, content)  # type: ignore[no-untyped-call]
