@@ -139,7 +139,7 @@ def _numpy_leaf(value: Any, path: Any) -> Any:
 
 
 HOOKS = Hooks(
-    named=dsdformat.numpy._named,
+    named=dsdformat.numpy.named_of,
     scalar=dsdformat.numpy._hooks([]).scalar,
     tensor=lambda ref: TensorRef(ref.index, ref.attributes),
 )
