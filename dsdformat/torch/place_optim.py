@@ -118,6 +118,11 @@ class _Placement:
             }
             for section, kept in ((SHARED, self.file.shared), (OWN, self.file.own))
         )
+        count = sum(len(group[PARAMS]) for group in optimizer.param_groups)
+        clash = [key for key in shared if type(key) is int and 0 <= key < count]
+        if clash:  # in a state dict of torch, numbers are those of parameters
+            name = display((*self.path, SHARED))
+            self.plan.mismatch(name, "kind", f"an entry {clash[0]}", "none with such a number")
         if not takes_more(optimizer):
             for lead in mine:
                 self._report_unwanted(self.file.own.get(lead, {}), (OWN, lead))

@@ -22,7 +22,7 @@ def find_fault(stored: Any) -> str | None:
         for lead, kept in stored.get(key, {}).items():
             if type(lead) is not str or not isinstance(kept, dict):
                 return f"a dict with {shorten(lead)} in {key}"
-            taken = [one for one in kept if one in (STATE, GROUPS) or type(one) is int]
+            taken = [one for one in kept if one in (STATE, GROUPS)]
             if taken:  # what torch itself keeps there
                 return f"a dict with {shorten(taken[0])} in {key}"
     others = [key for key in stored if key not in (STATE, GROUPS, SHARED, OWN)]

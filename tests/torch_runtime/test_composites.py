@@ -599,7 +599,7 @@ class Kernel:
         ({torch.half: 1}, "its context.note has a value of type dtype as a key"),
         (b"", "its context.note is of type builtins.bytes"),
     ],
-    ids=repr,
+    ids=["function", "class", "object", "odict", "tensor", "object key", "dtype key", "bytes"],
 )
 def test_a_context_of_other_values_is_refused_with_their_place(note: Any, words: str) -> None:
     tensor = Scaled(torch.ones(2), torch.ones(1), dtype=torch.half, size=(2,), note=note)
