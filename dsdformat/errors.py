@@ -258,7 +258,25 @@ class RankDisagreementError(DistributedError):
 
 
 class ConvertError(DsdError, ValueError):
-    """Report a foreign file that cannot be converted."""
+    """Report a foreign file that cannot be converted.
+
+    Attributes:
+        where: Name of the file, or None.
+        names: Dotted names in a pickle that are not on the closed list, where that is the fault.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str,
+        hint: str | None = None,
+        where: str | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, code=code, hint=hint)
+        self.where = where
+        self.names = tuple(names)
 
 
 class DsdDeprecationWarning(DeprecationWarning):
@@ -306,7 +324,20 @@ CODES: dict[str, type[DsdError]] = {
     "already_exists": StorageError, "not_replaceable": StorageError,
     "io_error": StorageError,
     "missing_dependency": DependencyError,
-    "rank_failed": DistributedError, "ranks_disagree": RankDisagreementError,
+    "unknown_kind": ConvertError, "unsupported_kind": ConvertError,
+    "foreign_truncated": ConvertError, "foreign_too_large": ConvertError,
+    "foreign_path": ConvertError, "foreign_checksum": ConvertError,
+    "pickle_malformed": ConvertError, "pickle_opcode": ConvertError,
+    "pickle_value": ConvertError, "pickle_cycle": ConvertError, "unknown_global": ConvertError,
+    "archive_malformed": ConvertError, "archive_overlap": ConvertError,
+    "archive_duplicate": ConvertError, "archive_name": ConvertError,
+    "archive_compressed": ConvertError,
+    "storage_missing": ConvertError, "storage_mismatch": ConvertError,
+    "storage_out_of_bounds": ConvertError, "stream_malformed": ConvertError,
+    "header_malformed": ConvertError, "index_malformed": ConvertError,
+    "dcp_metadata": ConvertError, "dcp_chunks": ConvertError, "dcp_item": ConvertError,
+    "rank_failed": DistributedError, "ranks_absent": DistributedError,
+    "ranks_disagree": RankDisagreementError,
 }
 # fmt: on
 

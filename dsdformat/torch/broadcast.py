@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 
-from dsdformat.plan.mesh import Replicate
-from dsdformat.torch.buckets import BUCKET_NBYTES, Routes
+from dsdformat.errors import MismatchError
 from dsdformat.torch.comm import Comm
-from dsdformat.torch.sharding import Sharding, is_dtensor, local_of, sharding_of
+from dsdformat.torch.exchange import exchange, places, share
+from dsdformat.torch.routes import BUCKET_NBYTES, Form, Routes, Spread
+from dsdformat.torch.sharding import is_spread, local_of, sharding_of
 
-__all__ = ["broadcast"]
+__all__ = ["broadcast", "fill_from_first"]
 
 
 def broadcast(
     whole: Mapping[str, torch.Tensor] | None,
-    into: Mapping[str, torch.Tensor],
+    into: Mapping[str, Any],
     *,
     group: Any = None,
     bucket_nbytes: int = BUCKET_NBYTES,
@@ -36,87 +37,80 @@ def broadcast(
 
     Raises:
         RankDisagreementError: `ranks_disagree`: ranks passed different tensors.
+        DistributedError: `rank_failed`: what rank 0 has does not fit; nothing was changed.
 
     Ranks: collective over the group.
-    Memory: one bucket on rank 0; on others their part of one.
+    Memory: two buckets on rank 0; on others their part of one.
     """
     comm = Comm(group)
+    forms: dict[str, Form] = {
+        name: (tuple(one.shape), local_of(one).dtype) for name, one in into.items()
+    }
     comm.check_agreement(_fingerprint(into), "what is broadcast")
-    spread = {name: tensor for name, tensor in into.items() if is_dtensor(tensor)}
-    same = {name: tensor for name, tensor in into.items() if name not in spread}
+    with comm.together("broadcast"):
+        if comm.is_coordinator:
+            _check_whole(whole or {}, forms)
+    fill_from_first(comm, whole, into, forms, bucket_nbytes)
+
+
+def fill_from_first(
+    comm: Comm,
+    whole: Mapping[str, torch.Tensor] | None,
+    into: Mapping[str, Any],
+    forms: Mapping[str, Form],
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> None:
+    """As `broadcast`, for what was checked before; dtypes are converted after they are sent.
+
+    Args:
+        comm: The group.
+        whole: On rank 0.
+        into: What is filled.
+        forms: Of what is sent, in the same order on all ranks.
+        bucket_nbytes: How many bytes are moved at once.
+
+    Ranks: collective over the group.
+    """
+    given = whole or {}
+    shards = {name: given[name].detach() for name in forms if name in given}
+    spread = [name for name in forms if is_spread(into[name])]
+    same = [name for name in forms if not is_spread(into[name])]
+    sources = {name: Spread.only(shape, 0, comm.world_size) for name, (shape, _) in forms.items()}
     if spread:
-        _scatter(comm, whole, spread, bucket_nbytes)
+        targets = places(comm, {name: sharding_of(into[name]) for name in spread})
+        routes = Routes(_some(forms, spread), _some(sources, spread), targets)
+        local = {name: local_of(into[name]) for name in spread}
+        exchange(comm, routes, shards, local, bucket_nbytes)
     if same:
-        _repeat(comm, whole, same, bucket_nbytes)
+        routes = Routes(_some(forms, same), _some(sources, same), None)
+        local = {name: into[name].detach() for name in same}
+        share(comm, routes, shards, local, bucket_nbytes)
 
 
-def _scatter(
-    comm: Comm,
-    whole: Mapping[str, torch.Tensor] | None,
-    into: Mapping[str, torch.Tensor],
-    bucket_nbytes: int,
-) -> None:
-    """Send each rank what it holds of DTensors."""
-    shards = {name: local_of(tensor) for name, tensor in into.items()}
-    shardings = {name: sharding_of(tensor) for name, tensor in into.items()}
-    forms = {name: (one.shape, shards[name].dtype) for name, one in shardings.items()}
-    routes = Routes(forms, shardings, _places(comm, shardings), once=False)
-    # A box is sent as often as it is held, so that much smaller a bucket is.
-    copies = max(one.replicas * comm.world_size // len(one.ranks) for one in shardings.values())
-    for bucket in routes.buckets(max(1, bucket_nbytes // copies)):
-        nbytes = routes.buffer_nbytes(bucket)
-        if nbytes == 0:
-            continue
-        own = torch.empty(nbytes, dtype=torch.uint8, device=comm.device)
-        parts = None
-        if comm.is_coordinator:
-            assert whole is not None
-            parts = [torch.empty_like(own) for _ in range(comm.world_size)]
-            for rank, part in enumerate(parts):
-                routes.pack(bucket, rank, whole, part, whole=True)
-        comm.scatter(parts, own, 0)
-        routes.unpack(bucket, comm.rank, own, shards, whole=False)
+def _some(table: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    return {name: table[name] for name in names}
 
 
-def _repeat(
-    comm: Comm,
-    whole: Mapping[str, torch.Tensor] | None,
-    into: Mapping[str, torch.Tensor],
-    bucket_nbytes: int,
-) -> None:
-    """Send all ranks the same."""
-    targets = {name: tensor.detach() for name, tensor in into.items()}
-    forms = {name: (tuple(one.shape), one.dtype) for name, one in targets.items()}
-    shardings = {
-        name: Sharding(shape, (0,), (1,), (Replicate(),)) for name, (shape, _) in forms.items()
-    }
-    routes = Routes(forms, shardings, {name: [0] for name in forms}, once=False)
-    for bucket in routes.buckets(bucket_nbytes):
-        buffer = torch.empty(routes.buffer_nbytes(bucket), dtype=torch.uint8, device=comm.device)
-        if comm.is_coordinator:
-            assert whole is not None
-            routes.pack(bucket, 0, whole, buffer, whole=True)
-        comm.broadcast(buffer, 0)
-        routes.unpack(bucket, 0, buffer, targets, whole=True)
+def _check_whole(whole: Mapping[str, torch.Tensor], forms: Mapping[str, Form]) -> None:
+    for name, (shape, dtype) in forms.items():
+        given = whole.get(name)
+        if given is None:
+            raise MismatchError(f"{name}: rank 0 has no such tensor", code="state_mismatch")
+        if (tuple(given.shape), given.dtype) != (shape, dtype):
+            raise MismatchError(
+                f"{name}: shape {list(given.shape)} and {given.dtype} given, {list(shape)} and "
+                f"{dtype} wanted",
+                code="state_mismatch",
+            )
 
 
-def _places(comm: Comm, shardings: Mapping[str, Sharding]) -> dict[str, list[int]]:
-    """Return where in the mesh of each tensor each rank is; ranks may have meshes of their own."""
-    meshes = list(dict.fromkeys(one.ranks for one in shardings.values()))
-    own = [ranks.index(comm.ranks[comm.rank]) for ranks in meshes]
-    table = comm.gather_values(own)
-    return {
-        name: [row[meshes.index(one.ranks)] for row in table] for name, one in shardings.items()
-    }
-
-
-def _fingerprint(into: Mapping[str, torch.Tensor]) -> list[Any]:
+def _fingerprint(into: Mapping[str, Any]) -> list[Any]:
     return [
         [
             name,
-            list(tensor.shape),
-            str(tensor.dtype),
-            [str(one) for one in sharding_of(tensor).placements] if is_dtensor(tensor) else None,
+            list(one.shape),
+            str(local_of(one).dtype),
+            sharding_of(one).describe() if is_spread(one) else None,
         ]
-        for name, tensor in into.items()
+        for name, one in into.items()
     ]

@@ -1,15 +1,17 @@
 """Collectives over the ranks of one group, without pickle; and none where there is no group.
 
 Values travel in the format's own encoding, tensors as bytes: gloo refuses several dtypes, and
-bytes are what is meant.
+bytes are what is meant. Ranks that are no process group of the user's, as those of a mesh of
+several axes in one pipeline stage, talk from one to another in the default group: to make a group
+would need ranks that take no part.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -20,14 +22,20 @@ from dsdformat.format.digests import digest
 from dsdformat.format.packing import emit, parse
 from dsdformat.format.values import encode
 
-__all__ = ["Comm", "is_distributed"]
+__all__ = ["Comm", "global_rank", "is_distributed", "run_together"]
 
 T = TypeVar("T")
+_SIZE_NBYTES = 8
 
 
 def is_distributed() -> bool:
     """Whether there is a default process group."""
     return distributed.is_available() and distributed.is_initialized()
+
+
+def global_rank() -> int:
+    """Return the rank of this process in the default group; 0 without one."""
+    return distributed.get_rank() if is_distributed() else 0
 
 
 class Comm:
@@ -37,10 +45,9 @@ class Comm:
         rank: In the group.
         world_size: Number of ranks in the group.
         ranks: Their global ranks.
+        group: The process group; None for the default one.
         device: Where tensors are that the group's backend moves.
     """
-
-    _groups: ClassVar[dict[tuple[tuple[int, ...], int], Any]] = {}
 
     def __init__(self, group: Any = None) -> None:
         """Use a process group, the default one if None, or no group where there is none."""
@@ -58,19 +65,27 @@ class Comm:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[int]) -> Comm:
-        """Return the group of these global ranks; made once, by the ranks in it alone.
+    def alone(cls) -> Comm:
+        """Return a group of this rank only."""
+        return _Some((distributed.get_rank(),)) if is_distributed() else cls()
 
-        Ranks: collective over `ranks`, the first time.
+    @classmethod
+    def of_ranks(cls, ranks: Iterable[int], groups: Iterable[Any] = ()) -> Comm:
+        """Return a group of these global ranks, this one among them.
+
+        Args:
+            ranks: In any order.
+            groups: Process groups that may be those of these ranks.
+
+        Ranks: local; nothing is made.
         """
-        if not is_distributed() or len(ranks) == distributed.get_world_size():
+        wanted = sorted(set(ranks))
+        if not is_distributed() or len(wanted) == distributed.get_world_size():
             return cls()
-        key = tuple(ranks)
-        default = distributed.group.WORLD
-        if (key, id(default)) not in cls._groups:
-            group = distributed.new_group(list(key), use_local_synchronization=True)
-            cls._groups[key, id(default)] = group
-        return cls(cls._groups[key, id(default)])
+        for group in groups:
+            if sorted(distributed.get_process_group_ranks(group)) == wanted:
+                return cls(group)
+        return _Some(tuple(wanted))
 
     @property
     def is_coordinator(self) -> bool:
@@ -84,18 +99,27 @@ class Comm:
         """
         if self.world_size == 1:
             return [value]
-        raw = emit(encode(value))
-        sizes = self._gather_int(len(raw))
-        buffer = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-        buffer[: len(raw)] = torch.frombuffer(bytearray(raw) or bytearray(1), dtype=torch.uint8)[
-            : len(raw)
-        ]
-        parts = [torch.empty_like(buffer, device=self.device) for _ in sizes]
-        distributed.all_gather(parts, buffer.to(self.device), group=self.group)
-        return [
-            _decoded(bytes(part[:size].cpu().numpy()))
-            for part, size in zip(parts, sizes, strict=True)
-        ]
+        own = _raw_tensor(value).to(self.device)
+        sizes = self._sizes(own.numel())
+        parts: list[Any] = [None] * self.world_size
+        for rank, part in self.share(own, sizes):
+            parts[rank] = _decoded(part)
+        return parts
+
+    def tell(self, value: Any) -> Any:
+        """Return what rank 0 passed.
+
+        Ranks: collective over the group.
+        """
+        if self.world_size == 1:
+            return value
+        raw = _raw_tensor(value if self.is_coordinator else None).to(self.device)
+        size = torch.tensor([raw.numel()], dtype=torch.int64, device=self.device)
+        self.broadcast(size.view(torch.uint8), 0)
+        if not self.is_coordinator:
+            raw = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
+        self.broadcast(raw, 0)
+        return value if self.is_coordinator else _decoded(raw)
 
     def check_agreement(self, value: Any, what: str) -> None:
         """Check that all ranks passed an equal value.
@@ -108,11 +132,11 @@ class Comm:
         sums = self.gather_values(digest(emit(encode(value))))
         others = [rank for rank, one in enumerate(sums) if one != sums[0]]
         if others:
-            values = self.gather_values(value)
+            values = self.gather_values(value if self.rank in (0, others[0]) else None)
             here, there = _first_difference(values[0], values[others[0]])
             raise RankDisagreementError(
-                f"{what} differs between ranks: {shorten(here)} on rank 0, "
-                f"{shorten(there)} on rank {others[0]}",
+                f"{what} differs between ranks: {shorten(here)} on rank {self.ranks[0]}, "
+                f"{shorten(there)} on rank {self.ranks[others[0]]}",
                 code="ranks_disagree",
                 failures={},
                 hint="all ranks of the group make this call, with equal arguments",
@@ -125,8 +149,8 @@ class Comm:
         The step makes no collective calls of its own.
 
         Raises:
-            DistributedError: `rank_failed`, with the cause of each rank that failed. One process
-                alone raises the cause itself.
+            DistributedError: `rank_failed`, with the cause of each rank that failed. Where all
+                ranks failed alike, the cause itself.
 
         Ranks: collective over the group.
         """
@@ -139,53 +163,63 @@ class Comm:
             if error is not None:
                 raise error
             return
+        rows = self.gather_values(None if error is None else _row(error))
         failures = {
-            rank: _error(row)
-            for rank, row in enumerate(self.gather_values(None if error is None else _row(error)))
-            if row is not None
+            rank: _error(row) for rank, row in zip(self.ranks, rows, strict=True) if row is not None
         }
+        if error is not None and all(row == rows[0] for row in rows):
+            raise error
         if failures:
             if error is not None:
-                failures[self.rank] = error
+                failures[self.ranks[self.rank]] = error
             raise _failed(doing, failures) from error
 
-    def all_gather(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Return the bytes of each rank; all are equally many.
+    def exchange(
+        self, buffer: torch.Tensor, sent: Sequence[int], sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Send bytes to each rank, and return what each sends to this one.
+
+        Args:
+            buffer: What is sent, for one rank after another.
+            sent: How many bytes of it are for each rank.
+            sizes: How many bytes each rank sends to this one.
 
         Ranks: collective over the group.
+        Memory: what is received.
         """
         if self.world_size == 1:
-            return [part]
-        parts = [torch.empty_like(part) for _ in range(self.world_size)]
-        distributed.all_gather(parts, part, group=self.group)
-        return parts
+            return [buffer]
+        received = self._buffer(sum(sizes))
+        distributed.all_to_all_single(received, buffer, list(sizes), list(sent), group=self.group)
+        return list(torch.split(received, list(sizes)))
 
-    def gather(self, part: torch.Tensor, to: int) -> list[torch.Tensor] | None:
-        """Return the bytes of each rank on one of them; all are equally many.
+    def share(self, part: torch.Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Send bytes to all ranks; yield the bytes of each rank that sends any, in their order.
 
-        Ranks: collective over the group.
+        Args:
+            part: Of this rank.
+            sizes: How many each rank sends; ranks agree on this.
+
+        Ranks: collective over the group, all of it before the first yield or as it goes on.
+        Memory: what all send.
         """
-        if self.world_size == 1:
-            return [part]
-        parts = None
-        if self.rank == to:
-            parts = [torch.empty_like(part) for _ in range(self.world_size)]
-        distributed.gather(part, parts, dst=self.ranks[to], group=self.group)
-        return parts
-
-    def scatter(
-        self, parts: Sequence[torch.Tensor] | None, into: torch.Tensor, source: int
-    ) -> None:
-        """Give each rank its bytes; all are equally many, and only the source has them.
-
-        Ranks: collective over the group.
-        """
-        if self.world_size == 1:
-            assert parts is not None
-            into.copy_(parts[0])
+        senders = [rank for rank, size in enumerate(sizes) if size]
+        if self.world_size == 1 or not senders:
+            yield from ((rank, part) for rank in senders)
             return
-        given = list(parts) if parts is not None else None
-        distributed.scatter(into, given, src=self.ranks[source], group=self.group)
+        longest = max(sizes)
+        if 4 * sum(sizes) < 3 * longest * self.world_size:  # else most of it would be padding
+            for rank in senders:
+                buffer = part if rank == self.rank else self._buffer(sizes[rank])
+                self.broadcast(buffer, rank)
+                yield rank, buffer
+            return
+        padded = self._buffer(longest)
+        padded[: part.numel()] = part
+        parts = [self._buffer(longest) for _ in sizes]
+        self._all_gather(parts, padded)
+        for rank in senders:
+            yield rank, parts[rank][: sizes[rank]]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Give all ranks the bytes of one.
@@ -195,11 +229,76 @@ class Comm:
         if self.world_size > 1 and tensor.numel():
             distributed.broadcast(tensor, src=self.ranks[source], group=self.group)
 
-    def _gather_int(self, number: int) -> list[int]:
+    def barrier(self) -> None:
+        """Wait for all ranks.
+
+        Ranks: collective over the group.
+        """
+        self._sizes(0)
+
+    def _all_gather(self, parts: list[torch.Tensor], part: torch.Tensor) -> None:
+        distributed.all_gather(parts, part, group=self.group)
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _sizes(self, number: int) -> list[int]:
+        if self.world_size == 1:
+            return [number]
         own = torch.tensor([number], dtype=torch.int64, device=self.device)
-        parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        distributed.all_gather(parts, own, group=self.group)
-        return [int(part.item()) for part in parts]
+        parts = torch.split(self._buffer(_SIZE_NBYTES * self.world_size), _SIZE_NBYTES)
+        self._all_gather(list(parts), own.view(torch.uint8))
+        return [int(part.view(torch.int64).item()) for part in parts]
+
+
+class _Some(Comm):
+    """Some ranks of the default group, which talk from one to another."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.rank, self.world_size = ranks.index(self.ranks[self.rank]), len(ranks)
+        self.ranks = ranks
+
+    def exchange(
+        self, buffer: torch.Tensor, sent: Sequence[int], sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        parts = torch.split(buffer, list(sent))
+        received = [self._buffer(size) for size in sizes]
+        received[self.rank] = parts[self.rank]
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        steps = [
+            distributed.P2POp(distributed.irecv, received[rank], self.ranks[rank])
+            for rank in others
+            if sizes[rank]
+        ]
+        steps += [
+            distributed.P2POp(distributed.isend, parts[rank], self.ranks[rank])
+            for rank in others
+            if sent[rank]
+        ]
+        for work in distributed.batch_isend_irecv(steps) if steps else ():
+            work.wait()
+        return received
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Pass on along a binomial tree, as log2 of the group's size steps."""
+        place = (self.rank - source) % self.world_size
+        step = 1
+        while step < self.world_size:
+            if step <= place < 2 * step:
+                distributed.recv(tensor, self._at(place - step, source))
+            elif place < step and place + step < self.world_size:
+                distributed.send(tensor, self._at(place + step, source))
+            step *= 2
+
+    def _at(self, place: int, source: int) -> int:
+        return self.ranks[(place + source) % self.world_size]
+
+    def _all_gather(self, parts: list[torch.Tensor], part: torch.Tensor) -> None:
+        count = self.world_size
+        received = self.exchange(part.repeat(count), [part.numel()] * count, [part.numel()] * count)
+        for buffer, one in zip(parts, received, strict=True):
+            buffer.copy_(one)
 
 
 def run_together(comm: Comm, doing: str, step: Callable[[], T]) -> T:
@@ -219,8 +318,13 @@ def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:
     return one, other
 
 
-def _decoded(raw: bytes) -> Any:
-    return decode_tree({"value": parse(raw)}).root["value"]
+def _raw_tensor(value: Any) -> torch.Tensor:
+    """Return a value as bytes; never empty."""
+    return torch.frombuffer(bytearray(emit(encode(value))), dtype=torch.uint8)
+
+
+def _decoded(raw: torch.Tensor) -> Any:
+    return decode_tree({"value": parse(bytes(raw.cpu().numpy()))}).root["value"]
 
 
 def _row(error: Exception) -> dict[str, Any]:

@@ -9,23 +9,36 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 __all__ = [
+    "FlatParameterInfo",
     "coo_components",
+    "default_store",
     "exact_states",
+    "fairscale_flats",
     "find_wrapped",
+    "fsdp1_buffer_dtypes",
+    "fsdp1_info",
+    "fsdp1_mesh",
+    "fsdp1_replicas",
     "has_load_hooks",
     "is_lazy",
+    "is_replicated",
     "known_seqlens",
     "needs_loader",
     "plain_functions",
+    "root_mesh",
+    "spec_of_local",
     "swap_content",
+    "without_fsdp1_hooks",
 ]
 
 # Module, class, and the name under which the class registers the module that it wraps.
@@ -44,6 +57,7 @@ _WRAPPERS = (
         "_fsdp_wrapped_module",
     ),
     ("fairscale.nn.misc.flatten_params_wrapper", "FlattenParamsWrapper", "_fpw_module"),
+    ("dsdformat.torch.flatten", "FlattenParams", "_flat_module"),
 )
 
 
@@ -167,3 +181,164 @@ def coo_components(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def known_seqlens(tensor: Any) -> tuple[int | None, int | None]:
     """Return the least and greatest length of a jagged tensor's rows where they are known."""
     return tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
+
+
+# FullyShardedDataParallel (FSDP1)
+
+
+@dataclass(frozen=True)
+class FlatParameterInfo:
+    """What a flat parameter of FSDP1 says of itself.
+
+    Attributes:
+        flat: The parameter.
+        shard: This rank's piece of it, with padding, in full precision.
+        is_sharded: Whether ranks have pieces of it; else each has all.
+        is_whole: Whether it is gathered at the moment.
+        owners: For each original parameter, its module and its name there.
+        shapes: Of the original parameters; of their local tensors if they are DTensors.
+        starts: Where the flat tensor has them.
+        strides: Of those that are not row-major, else None.
+        specs: For each, what describes a DTensor; None if it is none.
+        tied: Further owners: module, name, and the owner that has the same parameter.
+        parameters: The original parameters, if the model still has them.
+    """
+
+    flat: torch.Tensor
+    shard: torch.Tensor
+    is_sharded: bool
+    is_whole: bool
+    owners: tuple[tuple[nn.Module, str], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
+    specs: tuple[Any, ...]
+    tied: tuple[tuple[nn.Module, str, tuple[nn.Module, str]], ...]
+    parameters: tuple[torch.Tensor, ...] | None
+
+
+def fsdp1_info(module: Any) -> FlatParameterInfo | None:
+    """Return the flat parameter of an FSDP1 module; None if it manages none."""
+    handle = module._handle
+    if handle is None:
+        return None
+    flat = handle.flat_param
+    starts, at = [], 0
+    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not is_padding:
+            starts.append(at)
+        at += numel
+    shard = getattr(flat, "_local_shard", flat).detach()
+    return FlatParameterInfo(
+        flat,
+        shard,
+        bool(handle.uses_sharded_strategy),
+        bool(handle.uses_sharded_strategy) and flat.numel() != shard.numel(),
+        tuple((info.module, info.param_name) for info in flat._param_infos),
+        tuple(tuple(shape) for shape in flat._shapes),
+        tuple(starts),
+        tuple(
+            None if packed else tuple(stride)
+            for stride, packed in zip(flat._strides, flat._contiguities, strict=True)
+        ),
+        tuple(flat._param_extensions),
+        tuple(
+            (info.module, info.param_name, (info.prim_module, info.prim_param_name))
+            for info in flat._shared_param_infos
+        ),
+        None if flat._params is None else tuple(flat._params),
+    )
+
+
+def fsdp1_replicas(module: Any) -> Any:
+    """Return the process group of the ranks that have the same piece; None if there is none."""
+    return getattr(module, "_inter_node_pg", None)
+
+
+def fsdp1_mesh(module: Any) -> Any:
+    """Return the device mesh that an FSDP1 module was given, or None."""
+    return module._device_mesh
+
+
+def fsdp1_buffer_dtypes(module: Any) -> dict[str, torch.dtype]:
+    """Return the dtypes that buffers had before mixed precision cast them, by FSDP1's names."""
+    dtypes: dict[str, torch.dtype] = module._buffer_name_to_orig_dtype
+    return dtypes
+
+
+@contextmanager
+def without_fsdp1_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let these modules give and take state dicts as if FSDP1 had no hooks, in this block."""
+    names = (
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    )
+    kept: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for module in modules:
+            for name in names:
+                hooks = getattr(module, name)
+                kept.append((module, name, hooks))
+                others = {key: one for key, one in hooks.items() if not _is_of_fsdp1(one)}
+                setattr(module, name, OrderedDict(others))
+        yield
+    finally:
+        for module, name, hooks in kept:
+            setattr(module, name, hooks)
+
+
+def _is_of_fsdp1(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)  # torch wraps some
+    function = getattr(function, "func", function)
+    return getattr(function, "__module__", "") == "torch.distributed.fsdp._state_dict_utils"
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the device mesh that a mesh was cut out of."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    return sys.modules["torch.distributed.device_mesh"]._mesh_resources.get_root_mesh(mesh)
+
+
+def spec_of_local(spec: Any) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
+    """Return mesh, placements and global shape of a DTensor that FSDP1 has flattened."""
+    return spec.mesh, tuple(spec.placements), tuple(spec.shape)
+
+
+def fairscale_flats(
+    module: nn.Module,
+) -> Iterator[tuple[str, nn.Parameter, list[str], list[Any], list[tuple[str, str]]]]:
+    """List the flat parameters of a `FlattenParamsWrapper` of fairscale; none of other modules.
+
+    Checked on fairscale 0.4.13. Names are those of `named_parameters()` of the wrapper.
+
+    Returns:
+        For each its name and itself; names and shapes of the parameters in it; further names of
+        tied ones, each with the name that it means.
+    """
+    place = sys.modules.get("fairscale.nn.misc.flatten_params_wrapper")
+    kind = getattr(place, "FlattenParamsWrapper", None)
+    if kind is None or not isinstance(module, kind):
+        return
+    for name, flat in module._parameters.items():
+        if flat is not None and hasattr(flat, "_param_infos"):
+            names, shapes, _ = flat.metadata()
+            ties = [
+                (f"{path}.{own}".removeprefix("."), f"{first_path}.{first}".removeprefix("."))
+                for path, first_path, _, own, _, first in flat._shared_param_infos
+            ]
+            yield name, flat, list(names), list(shapes), ties
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether `replicate` was applied to a module."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    registry = None if contract is None else contract._get_registry(module)
+    return registry is not None and "replicate" in registry
+
+
+def default_store() -> Any:
+    """Return the store with which the default process group was made."""
+    return torch.distributed.distributed_c10d._get_default_store()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from dsdformat.errors import MismatchError
 from dsdformat.torch.buffers import as_bits, box_view
-from dsdformat.torch.sharding import is_dtensor, local_of, sharding_of
+from dsdformat.torch.comm import global_rank
+from dsdformat.torch.sharding import held_view, is_spread, local_of, sharding_of
 
 __all__ = ["distribute"]
 
 
-def distribute(whole: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+def distribute(whole: Mapping[str, torch.Tensor], into: Mapping[str, Any]) -> None:
     """Copy whole tensors into DTensors and other tensors of the same names.
 
     Args:
@@ -36,16 +38,16 @@ def distribute(whole: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tenso
         fill_shard(whole[name], target)
 
 
-def fill_shard(whole: torch.Tensor, target: torch.Tensor) -> None:
+def fill_shard(whole: torch.Tensor, target: Any) -> None:
     """Copy what this rank holds of a whole tensor into a tensor or DTensor."""
-    if not is_dtensor(target):
+    if not is_spread(target):
         _copy(target.detach(), whole.detach())
         return
     sharding, shard = sharding_of(target), local_of(target)
-    position = target.device_mesh.get_rank()  # type: ignore[attr-defined]
-    if position in sharding.ranks:
-        for outer, inner in sharding.boxes(sharding.ranks.index(position)):
-            _copy(box_view(shard, inner), box_view(whole.detach(), outer))
+    rank = global_rank()
+    if rank in sharding.ranks:
+        for held in sharding.held(sharding.ranks.index(rank)):
+            _copy(held_view(held, held.outer, shard), box_view(whole.detach(), held.outer))
 
 
 def _copy(into: torch.Tensor, source: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from dsdformat.torch.compat import find_wrapped
 
-__all__ = ["canonical_name", "named_tensors", "stray_tensors", "unwrapped"]
+__all__ = ["canonical_name", "named_modules", "named_tensors", "stray_tensors", "unwrapped"]
 
 EXTRA_STATE = "_extra_state"
 FLAT_PARAM = "_flat_param"  # of FSDP1: part of how it wraps
@@ -62,6 +62,16 @@ def _walk(module: nn.Module, prefix: str, persistent: bool) -> Iterator[tuple[st
         if child is not None:
             dropped = wrapped is not None and name == wrapped[0]
             yield from _walk(child, prefix if dropped else f"{prefix}{name}.", persistent)
+
+
+def named_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """List modules with the canonical prefix of what is in them; a shared one for each place."""
+    yield prefix, module
+    wrapped = find_wrapped(module)
+    for name, child in module._modules.items():
+        if child is not None:
+            dropped = wrapped is not None and name == wrapped[0]
+            yield from named_modules(child, prefix if dropped else f"{prefix}{name}.")
 
 
 def stray_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,16 +7,23 @@ from typing import Any
 
 import torch
 
-from dsdformat.torch.buckets import BUCKET_NBYTES, Routes
 from dsdformat.torch.buffers import empty
 from dsdformat.torch.comm import Comm
-from dsdformat.torch.sharding import is_dtensor, local_of, sharding_of
+from dsdformat.torch.exchange import exchange, share
+from dsdformat.torch.routes import BUCKET_NBYTES, Form, Routes, Spread
+from dsdformat.torch.sharding import (
+    check_shard,
+    is_spread,
+    local_of,
+    process_groups,
+    sharding_of,
+)
 
 __all__ = ["gather"]
 
 
 def gather(
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Any],
     *,
     to: int | None = None,
     device: torch.device | str | None = None,
@@ -26,7 +33,8 @@ def gather(
 
     Args:
         tensors: Of the same names, shapes, dtypes and meshes on all ranks of a mesh, in the same
-            order. Those that are no DTensors are returned as they are.
+            order. Those that are no DTensors are returned as they are. A tensor that is there
+            under several names is joined once.
         to: The rank that gets them, by its position in the tensor's mesh; all if None.
         device: Where whole tensors are made; where the shards are if None.
         bucket_nbytes: How many bytes are moved at once.
@@ -36,19 +44,22 @@ def gather(
 
     Raises:
         RankDisagreementError: `ranks_disagree`: ranks passed different tensors.
+        DistributedError: `rank_failed`: a shard is not what its placements say.
 
     Ranks: collective over the mesh of each DTensor.
-    Memory: the result, and a bucket for each rank that receives; other ranks their part of one.
+    Memory: the result, and up to two buckets on ranks that receive; other ranks their part of one.
     """
     result: dict[str, torch.Tensor] = {}
     meshes: dict[tuple[int, ...], dict[str, Any]] = {}
     for name, tensor in tensors.items():
-        if is_dtensor(tensor):
-            meshes.setdefault(sharding_of(tensor).ranks, {})[name] = tensor
-        else:
+        if not is_spread(tensor):
             result[name] = tensor.detach()
+        else:
+            meshes.setdefault(sharding_of(tensor).ranks, {})[name] = tensor
     for ranks, group in meshes.items():
-        result.update(_gather(Comm.of_ranks(ranks), group, to, device, bucket_nbytes))
+        comm = Comm.of_ranks(ranks, process_groups(group.values()))
+        receiver = None if to is None else comm.ranks.index(ranks[to])
+        result.update(_gather(comm, group, receiver, device, bucket_nbytes))
     return {name: result[name] for name in tensors if name in result}
 
 
@@ -59,23 +70,38 @@ def _gather(
     device: torch.device | str | None,
     bucket_nbytes: int,
 ) -> dict[str, torch.Tensor]:
-    shardings = {name: sharding_of(tensor) for name, tensor in tensors.items()}
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    tensors = {tied[0]: tensors[tied[0]] for tied in names.values()}
     shards = {name: local_of(tensor) for name, tensor in tensors.items()}
-    forms = {name: (one.shape, shards[name].dtype) for name, one in shardings.items()}
-    places = {name: one.positions(comm.ranks) for name, one in shardings.items()}
-    routes = Routes(forms, shardings, places, once=True)
-    comm.check_agreement(routes.fingerprint(), "what is gathered")
+    forms: dict[str, Form] = {
+        name: (tuple(tensor.shape), shards[name].dtype) for name, tensor in tensors.items()
+    }
+    sources = {name: Spread.of(sharding_of(one), comm.ranks) for name, one in tensors.items()}
+    ties = [tied for tied in names.values() if len(tied) > 1]
+    comm.check_agreement([*fingerprint(forms, sources), *ties], "what is gathered")
+    with comm.together("gather"):
+        for name, tensor in tensors.items():
+            check_shard(name, tensor, sources[name].sharding, comm.ranks[comm.rank])
     result: dict[str, torch.Tensor] = {}
     if to is None or comm.rank == to:
         for name, (shape, dtype) in forms.items():
             result[name] = empty(shape, dtype, device or shards[name].device)
-    for bucket in routes.buckets(bucket_nbytes):
-        nbytes = routes.buffer_nbytes(bucket)
-        if nbytes == 0:
-            continue
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=comm.device)
-        routes.pack(bucket, comm.rank, shards, buffer, whole=False)
-        parts = comm.all_gather(buffer) if to is None else comm.gather(buffer, to)
-        for rank, part in enumerate(parts or ()):
-            routes.unpack(bucket, rank, part, result, whole=True)
-    return result
+    if to is None:
+        share(comm, Routes(forms, sources, None), shards, result, bucket_nbytes)
+    else:
+        targets = {
+            name: Spread.only(shape, to, comm.world_size) for name, (shape, _) in forms.items()
+        }
+        exchange(comm, Routes(forms, sources, targets), shards, result, bucket_nbytes)
+    first = {name: tied[0] for tied in names.values() for name in tied}
+    return {name: result[one] for name, one in first.items() if one in result}
+
+
+def fingerprint(forms: Mapping[str, Form], spreads: Mapping[str, Spread]) -> list[Any]:
+    """Return what must be equal on all ranks before anything is moved: plain values."""
+    return [
+        [name, list(shape), str(dtype), spreads[name].sharding.describe()]
+        for name, (shape, dtype) in forms.items()
+    ]

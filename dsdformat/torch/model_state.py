@@ -13,20 +13,29 @@ import torch
 from torch import nn
 
 from dsdformat.errors import MismatchError
+from dsdformat.format.digests import Hasher
 from dsdformat.torch import fsdp1
-from dsdformat.torch.broadcast import broadcast
-from dsdformat.torch.capture import module_entries
+from dsdformat.torch.broadcast import fill_from_first
+from dsdformat.torch.buffers import data_of
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.dtypes import torch_dtype
-from dsdformat.torch.fqn import EXTRA_STATE, named_tensors, unwrapped
 from dsdformat.torch.gather import gather
-from dsdformat.torch.introspect import own_method
+from dsdformat.torch.live_model import Entry, LiveModel, is_placed
 from dsdformat.torch.placing import replace_content
-from dsdformat.torch.redistribute import copy_into, group_of, host_copy, materialized
+from dsdformat.torch.redistribute import as_dtensors, copy_all, host_copy, materialized, must_move
 from dsdformat.torch.report import LoadReport, Mismatch
-from dsdformat.torch.sharding import is_dtensor, local_of
+from dsdformat.torch.routes import Form
+from dsdformat.torch.sharding import is_spread, is_tensor, local_of, sharding_of
 
-__all__ = ["IncompatibleKeys", "StateDictMismatchError", "get_model", "set_model"]
+__all__ = [
+    "IncompatibleKeys",
+    "StateDictMismatchError",
+    "finished",
+    "form_of",
+    "from_form",
+    "get_model",
+    "set_model",
+]
 
 
 class StateDictMismatchError(MismatchError, RuntimeError):
@@ -40,48 +49,102 @@ class IncompatibleKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-def get_model(model: nn.Module, *, full: bool, offload: bool) -> dict[str, Any]:
+def get_model(live: LiveModel, *, full: bool, offload: bool) -> dict[str, Any]:
     """Return the state dict; of whole tensors on the host, only rank 0 of the group gets any.
+
+    Raises:
+        RankDisagreementError: `ranks_disagree`: parameters that are no DTensors differ between
+            ranks that hold a model together, so that no state dict has all of it.
 
     Ranks: collective over the group, if `full` or with FSDP1; else local.
     """
-    if fsdp1.fsdp_modules(model):
-        entries = fsdp1.model_entries(model, full=full, first_only=full and offload)
-    else:
-        entries = {name: value for _, name, value in module_entries(model)}
-    return finished(entries, full=full, offload=offload)
+    entries = {name: value for _, name, value in live.entries()}
+    comm = live.comm(Comm.alone())
+    if full or live.units:
+        live.meet(comm, "get_model_state_dict")
+    if full and any(is_spread(value) for value in entries.values()):
+        _check_same(comm, entries)
+    return finished(entries, comm, full=full, offload=offload)
 
 
-def finished(entries: dict[str, Any], *, full: bool, offload: bool) -> dict[str, Any]:
-    """Gather and copy the tensors of a flat dict, as options ask."""
-    tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
-    result = {
-        name: value.detach() if isinstance(value, torch.Tensor) else value
-        for name, value in entries.items()
-    }
-    if full:
-        comm = group_of(tensors)
-        spread = {name: value for name, value in tensors.items() if is_dtensor(value)}
-        if spread:
-            device = torch.device("cpu") if offload else None
-            result.update(gather(spread, to=0 if offload else None, device=device))
-        if offload and not comm.is_coordinator:
-            return {}
-        done = set(spread)
-        return {
-            name: host_copy(value) if offload and name not in done else value
-            for name, value in result.items()
-        }
-    return {name: host_copy(value) for name, value in result.items()} if offload else result
+def _check_same(comm: Comm, entries: Mapping[str, Any]) -> None:
+    """Check that parameters which are not spread, as experts that are not, are equal on ranks."""
+    sums = []
+    for name, value in entries.items():
+        if isinstance(value, nn.Parameter) and not is_spread(value) and not value.is_meta:
+            hasher = Hasher()
+            data = data_of(value.detach()) if value.layout == torch.strided else b""
+            for part in data() if callable(data) else (data,):
+                hasher.update(part)
+            sums.append([name, hasher.digest().hex()])
+    if comm.world_size > 1 and sums:
+        comm.check_agreement(sums, "a parameter that is not sharded")
+
+
+def finished(
+    entries: Mapping[Any, Any], comm: Comm, *, full: bool, offload: bool
+) -> dict[Any, Any]:
+    """Gather and copy the tensors of a flat dict, as options ask.
+
+    Args:
+        entries: By names or paths.
+        comm: Whose rank 0 gets whole tensors on the host.
+        full: Whether tensors are whole.
+        offload: Whether they are copied to host memory.
+    """
+    result = {key: value.detach() if is_tensor(value) else value for key, value in entries.items()}
+    if not full:
+        result = as_dtensors(result)
+        return {key: host_copy(value) for key, value in result.items()} if offload else result
+    device = torch.device("cpu") if offload else None
+    done = set()
+    for ranks, keys in _by_mesh(entries).items():
+        shown = _shown(keys)
+        spread = {shown[key]: entries[key] for key in keys}
+        first = comm.ranks[0] if comm.ranks[0] in ranks else ranks[0]
+        to = ranks.index(first) if offload else None
+        whole = gather(spread, to=to, device=device)
+        done.update(keys)
+        for key in keys:
+            result[key] = whole.get(shown[key])
+    if not offload:
+        return result
+    if not comm.is_coordinator:
+        return {}
+    return {key: value if key in done else host_copy(value) for key, value in result.items()}
+
+
+def _shown(keys: Sequence[Any]) -> dict[Any, str]:
+    """Return a name for each name or path, for messages; all differ."""
+    result: dict[Any, str] = {}
+    used: set[str] = set()
+    for number, key in enumerate(keys):
+        name = key if isinstance(key, str) else ".".join(map(str, key))
+        result[key] = name if name not in used else f"{name}#{number}"
+        used.add(result[key])
+    return result
+
+
+def _by_mesh(entries: Mapping[Any, Any]) -> dict[tuple[int, ...], list[Any]]:
+    meshes: dict[tuple[int, ...], list[Any]] = {}
+    for key, value in entries.items():
+        if is_spread(value):
+            meshes.setdefault(sharding_of(value).ranks, []).append(key)
+    return meshes
 
 
 def set_model(
-    model: nn.Module, given: Mapping[str, Any], *, full: bool, strict: bool, from_first: bool
+    live: LiveModel,
+    given: Mapping[str, Any],
+    *,
+    full: bool,
+    strict: bool,
+    from_first: bool,
 ) -> IncompatibleKeys:
     """Set the state of a model.
 
     Args:
-        model: Any module.
+        live: The model.
         given: Values by canonical names; only rank 0 has them if `from_first`.
         full: Whether they are whole.
         strict: Whether names that are missing or unexpected are errors.
@@ -90,41 +153,49 @@ def set_model(
     Raises:
         StateDictMismatchError: on every rank that takes part; nothing was changed.
 
-    Ranks: collective over the group if `from_first`, or with FSDP1; else local.
+    Ranks: collective over the group if `full`, or if given shards are spread in another way;
+        else local.
     """
-    entries = module_entries(model) if not fsdp1.fsdp_modules(model) else []
-    if not entries:
-        return _set_fsdp1(model, given, full=full, strict=strict, from_first=from_first)
-    comm = group_of([value for _, _, value in entries]) if from_first else None
-    values = _announced(comm, given) if comm is not None else dict(given)
-    report, keys = _compared(model, entries, values)
-    if comm is None:
+    fsdp1.reshard(live.model)
+    entries = live.entries()
+    comm = live.comm(Comm() if from_first else Comm.alone())
+    if full:
+        live.meet(comm, "set_model_state_dict")
+    values = announced(comm, given) if from_first else dict(given)
+    report, keys = _compared(live, entries, values)
+    moves = not from_first and any(
+        must_move(value, live.tensors[name])
+        for name, value in values.items()
+        if name in live.tensors
+    )
+    with (comm if full or moves else Comm.alone()).together("set_model_state_dict"):
+        if entries and not values and (from_first or comm.world_size > 1):
+            _refuse_empty(comm, from_first=from_first, strict=strict)
         _check(report, keys, strict=strict)
-    else:
-        with comm.together("set_model_state_dict"):
-            _check(report, keys, strict=strict)
-    live = _targets(model, entries, values)
+    targets = _targets(live, entries, values)
     with torch.no_grad():
-        if comm is not None:
-            _broadcast(comm, given, live)
+        if from_first:
+            fill_from_first(comm, given, targets, forms_of(targets, values))
         else:
-            for name, tensor in live.items():
-                copy_into(values[name], tensor)
-        _hand_over(model, entries, values)
+            copy_all(values, targets)
+        _hand_over(live, entries, values)
     return keys
 
 
-def _announced(comm: Comm, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what rank 0 has, on all ranks: tensors on meta for tensors, and the values."""
+def announced(comm: Comm, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what rank 0 has, on all ranks: tensors on meta for tensors, and the values.
+
+    Ranks: collective over the group.
+    """
     rows: dict[str, Any] = {}
     if comm.is_coordinator:
         for name, value in given.items():
-            rows[name] = form_of(value) if isinstance(value, torch.Tensor) else [value]
-    told: dict[str, Any] = comm.gather_values(rows)[0]
+            rows[name] = form_of(value) if is_tensor(value) else [value]
+    told: dict[str, Any] = comm.tell(rows)
     return {name: from_form(row) for name, row in told.items()}
 
 
-def form_of(tensor: torch.Tensor) -> dict[str, Any]:
+def form_of(tensor: Any) -> dict[str, Any]:
     """Describe a tensor in values of the format."""
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
@@ -136,38 +207,61 @@ def from_form(row: Any) -> Any:
     return torch.empty(row["shape"], dtype=torch_dtype(row["dtype"]), device="meta")
 
 
+def forms_of(targets: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Form]:
+    """Return shape and dtype of what is sent for each target."""
+    return {name: (tuple(values[name].shape), values[name].dtype) for name in targets}
+
+
 def _compared(
-    model: nn.Module, entries: Sequence[tuple[str, str, Any]], values: Mapping[str, Any]
+    live: LiveModel, entries: Sequence[Entry], values: Mapping[str, Any]
 ) -> tuple[LoadReport, IncompatibleKeys]:
     """Compare names and shapes. A tied tensor is there if one of its names is."""
     report = LoadReport()
-    names: dict[int, list[str]] = {}
-    for name, tensor in named_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
     wanted = set()
     for _, name, value in entries:
         wanted.add(name)
         if name not in values:
-            if not any(other in values for other in names.get(id(value), ())):
+            others = live.names.get(id(live.tensors.get(name)), ())
+            if not any(other in values for other in others):
                 report.missing.append(name)
-        elif isinstance(value, torch.Tensor) and not is_extra(name):
+        elif is_placed(name, value):
             stored = values[name]
-            if not isinstance(stored, torch.Tensor) or stored.shape != value.shape:
-                found = list(stored.shape) if isinstance(stored, torch.Tensor) else type(stored)
+            if not is_tensor(stored) or stored.shape != value.shape:
+                found = list(stored.shape) if is_tensor(stored) else type(stored)
                 report.mismatched.append(
                     Mismatch(name, "shape", str(found), str(list(value.shape)))
                 )
     report.unexpected.extend(name for name in values if name not in wanted)
-    return report, IncompatibleKeys(list(report.missing), list(report.unexpected))
+    keys = IncompatibleKeys(list(report.missing), list(report.unexpected))
+    # Those on meta that no state dict holds, as buffers that are not persistent.
+    hidden = (name for name in live.hidden() if name not in wanted)
+    report.uninitialized.extend(hidden)
+    return report, keys
 
 
-def is_extra(name: str) -> bool:
-    """Whether an entry is extra state."""
-    return name.rsplit(".", 1)[-1] == EXTRA_STATE
+def _refuse_empty(comm: Comm, *, from_first: bool, strict: bool) -> None:
+    if not strict:
+        return
+    ranks = ", ".join(map(str, comm.ranks[:8])) + (", …" if comm.world_size > 8 else "")
+    if from_first:
+        raise StateDictMismatchError(
+            f"rank {comm.ranks[0]} has no state dict to give; it is the first of ranks {ranks}, "
+            "which hold the model together",
+            code="state_mismatch",
+            hint="pass the state dict on this rank, or StateDictOptions(process_group=...) with "
+            "the group whose first rank has it",
+        )
+    raise StateDictMismatchError(
+        "the state dict is empty",
+        code="state_mismatch",
+        hint=f"pass it on each of the ranks {ranks}, or set broadcast_from_rank0=True if only the "
+        "first of them has it",
+    )
 
 
 def _check(report: LoadReport, keys: IncompatibleKeys, *, strict: bool) -> None:
-    if report.mismatched or (strict and (keys.missing_keys or keys.unexpected_keys)):
+    wrong = keys.missing_keys or keys.unexpected_keys or report.uninitialized
+    if report.mismatched or (strict and wrong):
         lines = []
         for title, found in (("Missing", keys.missing_keys), ("Unexpected", keys.unexpected_keys)):
             if found and strict:
@@ -181,63 +275,29 @@ def _check(report: LoadReport, keys: IncompatibleKeys, *, strict: bool) -> None:
 
 
 def _targets(
-    model: nn.Module, entries: Sequence[tuple[str, str, Any]], values: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
+    live: LiveModel, entries: Sequence[Entry], values: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the live tensors to be filled, each once; those on meta get memory first."""
-    own = dict(named_tensors(model))
-    devices = {local_of(tensor).device for tensor in own.values() if not tensor.is_meta}
-    result: dict[str, torch.Tensor] = {}
+    devices = {local_of(one).device for one in live.tensors.values() if not one.is_meta}
+    result: dict[str, Any] = {}
     seen: set[int] = set()
     for _, name, value in entries:
-        if name not in values or not isinstance(value, torch.Tensor) or is_extra(name):
+        if name not in values or not is_placed(name, value):
             continue
-        tensor = own.get(name, value) if value.is_meta else value
+        tensor: Any = live.tensors.get(name, value)
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
         if tensor.is_meta:
-            device = next(iter(devices), group_of([tensor]).device)
+            device = next(iter(devices), live.comm(Comm()).device)
             replace_content(tensor, materialized(tensor, device))
         result[name] = tensor.detach()
     return result
 
 
-def _broadcast(comm: Comm, given: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> None:
-    whole = None
-    if comm.is_coordinator:
-        whole = {name: given[name].detach().to(tensor.dtype) for name, tensor in live.items()}
-    broadcast(whole, live, group=comm.group)
-
-
-def _hand_over(
-    model: nn.Module,
-    entries: Sequence[tuple[str, str, Any]],
-    values: Mapping[str, Any],
-) -> None:
-    """Let the module's own `load_state_dict` see what was set, for its hooks and extra state."""
-    module = unwrapped(model)
-    own = dict(named_tensors(model))
+def _hand_over(live: LiveModel, entries: Sequence[Entry], values: Mapping[str, Any]) -> None:
     raw: OrderedDict[str, Any] = OrderedDict()
     for key, name, value in entries:
         if name in values:
-            placed = isinstance(value, torch.Tensor) and not is_extra(name)
-            raw[key] = own.get(name, value) if placed else values[name]
-    own_method(module, "load_state_dict")(raw, strict=False)
-
-
-def _set_fsdp1(
-    model: nn.Module, given: Mapping[str, Any], *, full: bool, strict: bool, from_first: bool
-) -> IncompatibleKeys:
-    values = dict(given)
-    if from_first:
-        comm = Comm()
-        forms = _announced(comm, given)
-        targets = {
-            name: torch.empty_like(form, device=comm.device)
-            for name, form in forms.items()
-            if isinstance(form, torch.Tensor)
-        }
-        _broadcast(comm, given, targets)
-        values = {name: targets.get(name, form) for name, form in forms.items()}
-    result = fsdp1.load_model(model, values, full=full, strict=strict)
-    return IncompatibleKeys(list(result.missing_keys), list(result.unexpected_keys))
+            raw[key] = live.registered(name, value) if is_placed(name, value) else values[name]
+    live.hand_over(OrderedDict((key, value) for key, value in raw.items() if value is not None))

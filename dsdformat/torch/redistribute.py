@@ -1,4 +1,4 @@
-"""Turn tensors into the form that a state wants: whole or sharded, in place or new, on a device."""
+"""Copy tensors into others however both are spread, and make tensors in the form of others."""
 
 from __future__ import annotations
 
@@ -8,70 +8,116 @@ from typing import Any
 import torch
 
 from dsdformat.torch.buffers import as_bits, empty
-from dsdformat.torch.comm import Comm, is_distributed
+from dsdformat.torch.comm import Comm
 from dsdformat.torch.distribute import fill_shard
-from dsdformat.torch.sharding import as_dtensor, is_dtensor, local_of, sharding_of
+from dsdformat.torch.exchange import exchange, places, share
+from dsdformat.torch.gather import fingerprint
+from dsdformat.torch.routes import Form, Routes
+from dsdformat.torch.sharding import (
+    FlatShard,
+    as_dtensor,
+    dtensor_of,
+    is_dtensor,
+    is_spread,
+    local_of,
+    process_groups,
+    sharding_of,
+)
 
-__all__ = ["copy_into", "group_of", "host_copy", "like_parameter", "materialized"]
-
-
-def group_of(tensors: Mapping[str, Any] | Any) -> Comm:
-    """Return the ranks that hold a state together: those of its DTensors, or all.
-
-    Ranks: collective over them, the first time.
-    """
-    if not is_distributed():
-        return Comm()
-    values = tensors.values() if isinstance(tensors, Mapping) else tensors
-    ranks = {rank for value in values if is_dtensor(value) for rank in sharding_of(value).ranks}
-    return Comm.of_ranks(sorted(ranks)) if ranks else Comm()
-
-
-def copy_into(value: torch.Tensor, live: torch.Tensor) -> None:
-    """Copy a tensor of the same global shape into a live one, however both are spread.
-
-    Ranks: local, unless the two are DTensors that are spread differently; then collective.
-    """
-    if is_dtensor(value):
-        if is_dtensor(live) and sharding_of(value) != sharding_of(live):
-            value = value.redistribute(live.device_mesh, live.placements)  # type: ignore[attr-defined]
-        elif not is_dtensor(live):
-            value = value.full_tensor()  # type: ignore[attr-defined]
-    if is_dtensor(value):
-        local_of(live).copy_(local_of(value))
-    else:
-        fill_shard(value, live)
+__all__ = ["as_dtensors", "copy_all", "host_copy", "materialized", "must_move"]
 
 
-def like_parameter(
-    value: torch.Tensor, parameter: torch.Tensor | None, device: torch.device | None
-) -> torch.Tensor:
-    """Return a new tensor of an optimizer's state, spread as its parameter is if it has its shape.
+def must_move(value: Any, live: Any) -> bool:
+    """Whether other ranks are needed to copy a tensor into a live one."""
+    if not is_spread(value):
+        return False
+    return not is_spread(live) or sharding_of(value) != sharding_of(live)
+
+
+def copy_all(values: Mapping[str, Any], live: Mapping[str, Any]) -> None:
+    """Copy tensors into live ones of the same names and global shapes, however both are spread.
 
     Args:
-        value: Whole, or a DTensor.
-        parameter: Or None where the value belongs to none.
-        device: Where it is to be; where it is if None.
+        values: Whole tensors, which each rank has, and such of which each rank has a shard.
+        live: What is filled. Dtypes are converted as `copy_` does.
 
-    Ranks: local, unless a DTensor is spread differently; then collective.
+    Raises:
+        RankDisagreementError: `ranks_disagree`: ranks passed different tensors.
+
+    Ranks: local; collective over the ranks of all meshes if `must_move` holds for a pair.
+    Memory: none; two buckets if something moves.
     """
-    same = parameter is not None and value.dim() > 0 and value.shape == parameter.shape
-    if is_dtensor(parameter) and same:
-        assert parameter is not None
-        if is_dtensor(value):
-            moved = value.redistribute(parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
-            shard = local_of(moved)
-            return as_dtensor(
-                shard.to(local_of(parameter).device, copy=True), parameter, value.shape
-            )
-        shard = torch.empty_like(local_of(parameter), dtype=value.dtype)
-        target = as_dtensor(shard, parameter, value.shape)
-        fill_shard(value, target)
-        return target
-    if is_dtensor(value):
-        value = value.full_tensor()  # type: ignore[attr-defined]
-    copied: torch.Tensor = value.detach().to(device or value.device, copy=True)
-    return copied
+    moving: dict[str, Any] = {}
+    for name, target in live.items():
+        value = values[name]
+        if value is target:
+            continue
+        if must_move(value, target):
+            moving[name] = value
+        elif is_spread(value):
+            _copy_local(local_of(value), local_of(target))
+        else:
+            fill_shard(value, target)
+    if moving:
+        _move(moving, {name: live[name] for name in moving})
+
+
+def _copy_local(value: torch.Tensor, live: torch.Tensor) -> None:
+    if value.dtype == live.dtype:
+        as_bits(live).copy_(as_bits(value))
+    else:
+        live.copy_(value)
+
+
+def _move(values: Mapping[str, Any], live: Mapping[str, Any]) -> None:
+    everything = [*values.values(), *live.values()]
+    spread = [one for one in everything if is_spread(one)]
+    ranks = {rank for one in spread for rank in sharding_of(one).ranks}
+    comm = Comm.of_ranks(ranks, process_groups(spread))
+    forms: dict[str, Form] = {
+        name: (tuple(value.shape), local_of(value).dtype) for name, value in values.items()
+    }
+    sources = places(comm, {name: sharding_of(one) for name, one in values.items()})
+    comm.check_agreement(fingerprint(forms, sources), "what is set")
+    shards = {name: local_of(value) for name, value in values.items()}
+    into = {name: local_of(tensor) for name, tensor in live.items()}
+    for cut in (True, False):
+        names = [name for name, tensor in live.items() if is_spread(tensor) is cut]
+        if not names:
+            continue
+        parts = {name: forms[name] for name in names}, {name: sources[name] for name in names}
+        if cut:
+            targets = places(comm, {name: sharding_of(live[name]) for name in names})
+            exchange(comm, Routes(*parts, targets), shards, into)
+        else:
+            share(comm, Routes(*parts, None), shards, into)
+
+
+def as_dtensors(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the values, with DTensors in the place of shards that lie in flat ones.
+
+    Ranks: collective over the ranks of those; local if there are none.
+    Memory: the shards, and two buckets.
+    """
+    made: dict[int, Any] = {}
+    flat: dict[str, FlatShard] = {}
+    into: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, FlatShard) and id(value) not in made:
+            made[id(value)] = into[repr(key)] = _dtensor_like(value)
+            flat[repr(key)] = value
+    copy_all(flat, into)
+    return {key: made.get(id(value), value) for key, value in values.items()}
+
+
+def _dtensor_like(value: FlatShard) -> torch.Tensor:
+    """Make a DTensor without values for what lies in flat shards."""
+    from dsdformat.torch.sharding import sharding_of_placements
+
+    sharding = sharding_of_placements(value.shape, value.mesh, value.placements)
+    position = sharding.ranks.index(torch.distributed.get_rank())
+    shard = empty(sharding.shard_shape(position), value.dtype, value.device)
+    return dtensor_of(shard, value.mesh, value.placements, value.shape)
 
 
 def materialized(live: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,70 +1,79 @@
-"""How a live tensor is spread over ranks: what torch says of a DTensor, in our terms."""
+"""How a live tensor is spread over ranks: what torch says of it, in our terms."""
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dsdformat.boxes import Box
-from dsdformat.errors import UnsupportedValueError
-from dsdformat.plan.mesh import Placement, Replicate, Shard, coordinate_of, local_boxes, local_shape
+from dsdformat.boxes import Box, whole
+from dsdformat.errors import MismatchError, UnsupportedValueError
+from dsdformat.plan.mesh import Placement, Replicate, Shard
+from dsdformat.plan.sharding import BoxSharding, Held, MeshSharding, Sharding
+from dsdformat.torch.buffers import box_view
 
-__all__ = ["Sharding", "as_dtensor", "is_dtensor", "local_of", "sharding_of"]
+__all__ = [
+    "FlatShard",
+    "as_dtensor",
+    "check_shard",
+    "held_view",
+    "is_dtensor",
+    "is_spread",
+    "is_tensor",
+    "dtensor_of",
+    "local_of",
+    "process_groups",
+    "sharding_of",
+    "sharding_of_placements",
+]
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """Where the boxes of one tensor are.
+@dataclass(frozen=True, eq=False)
+class FlatShard:
+    """What this rank holds of a tensor that lies in flat shards; alike a tensor where it counts.
 
     Attributes:
-        shape: Global shape.
-        ranks: Global ranks of the mesh, row-major.
-        mesh_shape: Number of ranks along each axis.
-        placements: One for each axis.
+        sharding: Over the ranks of the flat shards.
+        shard: Elements in the order of memory, of one dim; shared with the flat shard.
+        group: The process group of the ranks of the sharding, if it is one.
+        mesh, placements: Of the DTensor that stands for it outside.
+        requires_grad: Of the parameter.
     """
 
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    mesh_shape: tuple[int, ...]
-    placements: tuple[Placement, ...]
-
-    def boxes(self, position: int) -> list[tuple[Box, Box]]:
-        """List what a rank holds: boxes of the tensor, and where they are in its shard.
-
-        Args:
-            position: Of the rank in `ranks`.
-        """
-        coordinate = coordinate_of(position, self.mesh_shape)
-        return local_boxes(self.shape, self.mesh_shape, self.placements, coordinate)
-
-    def shard_shape(self, position: int) -> tuple[int, ...]:
-        """Return the shape of the shard of a rank."""
-        coordinate = coordinate_of(position, self.mesh_shape)
-        return local_shape(self.shape, self.mesh_shape, self.placements, coordinate)
-
-    def positions(self, ranks: Sequence[int]) -> list[int]:
-        """Return where in the mesh these global ranks are."""
-        return [self.ranks.index(rank) for rank in ranks]
+    sharding: Sharding
+    shard: torch.Tensor
+    group: Any = None
+    mesh: Any = None
+    placements: tuple[Any, ...] = ()
+    requires_grad: bool = False
 
     @property
-    def replicas(self) -> int:
-        """Number of ranks that hold the same boxes."""
-        sizes = zip(self.mesh_shape, self.placements, strict=True)
-        return math.prod(size for size, one in sizes if isinstance(one, Replicate))
+    def shape(self) -> torch.Size:
+        """Global shape."""
+        return torch.Size(self.sharding.shape)
 
-    def is_first(self, position: int) -> bool:
-        """Whether a rank is the first of those that hold the same boxes."""
-        coordinate = coordinate_of(position, self.mesh_shape)
-        return all(
-            index == 0
-            for index, placement in zip(coordinate, self.placements, strict=True)
-            if isinstance(placement, Replicate)
-        )
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shard.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.shard.device
+
+    @property
+    def is_meta(self) -> bool:
+        return self.shard.is_meta
+
+    def dim(self) -> int:
+        """Number of dims of the whole tensor."""
+        return len(self.sharding.shape)
+
+    def detach(self) -> FlatShard:
+        """Return the same; it never has a history."""
+        return self
 
 
 def is_dtensor(value: Any) -> bool:
@@ -73,37 +82,143 @@ def is_dtensor(value: Any) -> bool:
     return package is not None and isinstance(value, package.DTensor)
 
 
+def _is_sharded_tensor(value: Any) -> bool:
+    package = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return package is not None and isinstance(value, package.ShardedTensor)
+
+
+def is_spread(value: Any) -> bool:
+    """Whether a value is a tensor of which this rank holds a shard."""
+    return isinstance(value, FlatShard) or is_dtensor(value) or _is_sharded_tensor(value)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, whole or spread."""
+    return isinstance(value, torch.Tensor) or is_spread(value)
+
+
 def sharding_of(tensor: Any) -> Sharding:
-    """Return how a DTensor is spread.
+    """Return how a tensor is spread of which `is_spread` holds.
 
     Raises:
         UnsupportedValueError: it has partial values, which must be reduced first.
     """
-    mesh = tensor.device_mesh
-    return Sharding(
-        tuple(tensor.shape),
+    if isinstance(tensor, FlatShard):
+        return tensor.sharding
+    if not is_dtensor(tensor):
+        return _sharding_of_sharded(tensor)
+    return sharding_of_placements(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def sharding_of_placements(
+    shape: Sequence[int], mesh: Any, placements: Sequence[Any]
+) -> MeshSharding:
+    """Return how a DTensor of this shape would be spread."""
+    return MeshSharding(
+        tuple(shape),
         tuple(mesh.mesh.flatten().tolist()),
         tuple(mesh.shape),
-        tuple(_placement(one) for one in tensor.placements),
+        tuple(_placement(one) for one in placements),
     )
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: the tensor itself if it is no DTensor."""
-    if not is_dtensor(tensor):
-        return tensor.detach()
-    local: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
-    return local
+def _sharding_of_sharded(tensor: Any) -> Sharding:
+    """Return how a ShardedTensor is spread, which is what FSDP1 gives without a mesh."""
+    held: dict[int, tuple[Held, ...]] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
+    for one in tensor.metadata().shards_metadata:
+        rank, shape = one.placement.rank(), tuple(one.shard_sizes)
+        if rank in held:
+            raise UnsupportedValueError(f"a ShardedTensor with two shards on rank {rank}")
+        held[rank] = (Held(Box(tuple(one.shard_offsets), shape), whole(shape)),)
+        shapes[rank] = shape
+    ranks = tuple(sorted(held))
+    return BoxSharding(
+        tuple(tensor.size()),
+        ranks,
+        tuple(held[rank] for rank in ranks),
+        tuple(shapes[rank] for rank in ranks),
+    )
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """Return what this rank holds of a tensor: the tensor itself if it is not spread."""
+    if isinstance(tensor, FlatShard):
+        return tensor.shard
+    if is_dtensor(tensor):
+        local: torch.Tensor = tensor.detach().to_local()
+        return local
+    if _is_sharded_tensor(tensor):
+        shards = tensor.local_shards()
+        return shards[0].tensor.detach() if shards else torch.empty(0, dtype=tensor.dtype)
+    plain: torch.Tensor = tensor.detach()
+    return plain
+
+
+def process_groups(tensors: Iterable[Any]) -> list[Any]:
+    """List the process groups over which tensors are spread, as far as they have any."""
+    found: dict[int, Any] = {}
+    for tensor in tensors:
+        if isinstance(tensor, FlatShard) and tensor.group is not None:
+            found[id(tensor.group)] = tensor.group
+        elif is_dtensor(tensor) and tensor.device_mesh.ndim == 1:
+            group = tensor.device_mesh.get_group()
+            found[id(group)] = group
+    return list(found.values())
+
+
+def held_view(held: Held, box: Box, shard: torch.Tensor) -> torch.Tensor:
+    """Return the view of one box of a tensor in the shard that holds it.
+
+    Args:
+        held: What the shard holds.
+        box: In elements of the tensor; lies in `held.outer`.
+        shard: Of the rank.
+    """
+    view = box_view(shard, held.inner)
+    if view.dim() != len(held.outer.shape) or held.order is not None:
+        order = held.order or tuple(range(len(held.outer.shape)))
+        view = view.view([held.outer.shape[dim] for dim in order])
+        view = view.permute([order.index(dim) for dim in range(len(order))])
+    at = tuple(b - o for b, o in zip(box.offset, held.outer.offset, strict=True))
+    return box_view(view, Box(at, box.shape))
+
+
+def check_shard(name: str, tensor: Any, sharding: Sharding, rank: int) -> None:
+    """Check that this rank holds what its placements say.
+
+    Raises:
+        MismatchError: `state_mismatch`.
+    """
+    if rank not in sharding.ranks:
+        return
+    wanted = sharding.shard_shape(sharding.ranks.index(rank))
+    found = tuple(local_of(tensor).shape)
+    if found != wanted:
+        raise MismatchError(
+            f"{name}: rank {rank} holds a shard of shape {list(found)}, but placements of a "
+            f"tensor of shape {list(sharding.shape)} give it {list(wanted)}",
+            code="state_mismatch",
+            hint="make DTensors with the global shape and stride that they have",
+        )
 
 
 def as_dtensor(local: torch.Tensor, like: Any, shape: Sequence[int]) -> torch.Tensor:
     """Make a DTensor of this rank's shard, spread as another one is."""
+    return dtensor_of(local, like.device_mesh, like.placements, shape)
+
+
+def dtensor_of(
+    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int]
+) -> torch.Tensor:
+    """Make a DTensor of this rank's shard."""
+    from torch.distributed.tensor import DTensor
+
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
-    result: torch.Tensor = type(like).from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=size, stride=stride
+    return DTensor.from_local(
+        local, mesh, tuple(placements), run_check=False, shape=size, stride=stride
     )
-    return result
 
 
 def _placement(placement: Any) -> Placement:

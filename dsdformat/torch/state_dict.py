@@ -9,14 +9,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 
 from dsdformat.errors import ArgumentError
-from dsdformat.torch.fqn import named_tensors, unwrapped
+from dsdformat.torch.fqn import unwrapped
 from dsdformat.torch.introspect import PATCHED
+from dsdformat.torch.live_model import LiveModel
 from dsdformat.torch.model_state import IncompatibleKeys, get_model, set_model
 from dsdformat.torch.optim_state import get_optimizers, set_optimizers
 from dsdformat.torch.slots import initial_state
@@ -64,6 +66,11 @@ class StateDictOptions:
             its parts. Needs `full_state_dict`.
         flatten_optimizer_state_dict: Whether an optimizer's state is one flat dict of dotted names.
         dsd_fqn_modifiers: Kept for compatibility: names are those of the model's own `state_dict`.
+        process_group: The ranks that hold the state together, the first of which gets a state on
+            the host, and gives the state that is broadcast. If None, those of the meshes of the
+            model's DTensors, of its FSDP1 modules, or of DDP.
+        timeout: How long a rank waits for the others to make the same call, before it raises an
+            error that names those that did not; if None, as long as the group waits.
     """
 
     full_state_dict: bool = False
@@ -74,6 +81,8 @@ class StateDictOptions:
     broadcast_from_rank0: bool = False
     flatten_optimizer_state_dict: bool = False
     dsd_fqn_modifiers: str = "_fqn_modifiers"
+    process_group: Any = None
+    timeout: timedelta | None = None
 
 
 def get_model_state_dict(
@@ -97,11 +106,16 @@ def get_model_state_dict(
     Memory: none; with `full_state_dict` the result and one bucket of 256 MiB.
     """
     options = _checked(options)
-    entries = get_model(model, full=options.full_state_dict, offload=options.cpu_offload)
+    live = _live(model, options)
+    entries = get_model(
+        live,
+        full=options.full_state_dict,
+        offload=options.cpu_offload,
+    )
     if submodules:
         entries = _only(entries, model, submodules, keep=options.keep_submodule_prefixes)
     if options.ignore_frozen_params:
-        for name in _frozen(model):
+        for name in live.frozen():
             entries.pop(name, None)
     return entries
 
@@ -139,7 +153,7 @@ def get_optimizer_state_dict(
     options = _checked(options)
     _warn_of(submodules)
     return get_optimizers(
-        model,
+        _live(model, options),
         _as_tuple(optimizers),
         full=options.full_state_dict,
         offload=options.cpu_offload,
@@ -187,10 +201,10 @@ def set_model_state_dict(
     """
     options = _checked(options)
     given = _by_name(model, model_state_dict)
-    if not given and not options.broadcast_from_rank0:
+    if not given and not options.full_state_dict:
         return IncompatibleKeys([], [])
     return set_model(
-        model,
+        _live(model, options),
         given,
         full=options.full_state_dict,
         strict=options.strict,
@@ -221,7 +235,7 @@ def set_optimizer_state_dict(
     """
     options = _checked(options)
     set_optimizers(
-        model,
+        _live(model, options),
         _as_tuple(optimizers),
         optim_state_dict,
         full=options.full_state_dict,
@@ -297,17 +311,13 @@ def _checked(options: StateDictOptions | None) -> StateDictOptions:
     return options
 
 
+def _live(model: nn.Module, options: StateDictOptions) -> LiveModel:
+    return LiveModel(model, options.process_group, options.timeout)
+
+
 def _as_tuple(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     one = isinstance(optimizers, torch.optim.Optimizer)
     return (optimizers,) if one else tuple(optimizers)  # type: ignore[arg-type, return-value]
-
-
-def _frozen(model: nn.Module) -> list[str]:
-    return [
-        name
-        for name, tensor in named_tensors(model)
-        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    ]
 
 
 def _warn_of(submodules: set[nn.Module] | None) -> None:

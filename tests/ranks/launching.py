@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 LIMIT_S = 60  # for one call, from the end of the one before
 GROUP_TIMEOUT_S = 20
-_PATIENCE_S = 2.0  # for ranks that are told to end, or that others wait for in vain
+_PATIENCE_S = 5.0  # for ranks when another has ended
 _TEXT_MAX = 20_000
 
 
@@ -225,11 +225,14 @@ def _supervise(launch: Launch) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             rank = alive.pop(pid)
-            if status:  # others may wait for it in vain, but gloo tells them
-                reports[rank].with_suffix(".err").open("a").write(_ended(status))
+            if status:
+                with reports[rank].with_suffix(".err").open("a") as words:
+                    words.write(_ended(status))
+            # Others may wait for it in vain, if not in gloo, which tells them.
+            deadline = min(deadline, time.monotonic() + _PATIENCE_S)
             continue
         size = sum(path.stat().st_size for path in reports if path.exists())
-        if size != seen:
+        if size != seen and len(alive) == launch.world_size:
             deadline, seen = time.monotonic() + launch.limit_s, size
         if time.monotonic() > deadline:
             _stop(alive)
@@ -246,7 +249,7 @@ def _stop(alive: dict[int, int]) -> None:
     """Let ranks say where they are, then kill them."""
     for pid in alive:
         os.kill(pid, signal.SIGUSR1)
-    time.sleep(_PATIENCE_S / 2)
+    time.sleep(1)
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
     for pid in alive:

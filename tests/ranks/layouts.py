@@ -405,17 +405,18 @@ def build(name: str, kind: Callable[[], Model] = Net) -> Model:
     return LAYOUTS[name].wrap(kind(), distributed.get_world_size())
 
 
-def layouts(*names: str, faults: Mapping[str, str] | None = None) -> list[Any]:
+def layouts(*names: str) -> list[Any]:
     """Turn layouts, all if none is named, into parameters of a test that runs on their ranks."""
-    faults = faults or {}
-    result = []
-    for name in names or LAYOUTS:
-        marks = [pytest.mark.ranks(LAYOUTS[name].world_size)]
-        if name in faults:
-            marks.append(pytest.mark.xfail(strict=True, reason=faults[name]))
-        result.append(pytest.param(name, id=name, marks=marks))
-    assert faults.keys() <= set(names or LAYOUTS)
-    return result
+    return [
+        pytest.param(name, id=name, marks=pytest.mark.ranks(LAYOUTS[name].world_size))
+        for name in names or LAYOUTS
+    ]
+
+
+def is_receiver(layout: str) -> bool:
+    """Whether this rank gets a whole state on the host: rank 0, or each if nothing joins ranks."""
+    joins = any(kind in layout for kind in ("ddp", "fsdp", "tp", "hsdp", "replicate"))
+    return distributed.get_rank() == 0 or not joins
 
 
 # What ranks have

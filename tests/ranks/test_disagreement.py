@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -79,6 +81,27 @@ def test_a_call_on_one_rank_ends_when_the_group_times_out(ranks, what):
     assert seconds < 5 * GROUP_TIMEOUT_S
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp1-full-orig", "fsdp2", "tp"])
+@pytest.mark.parametrize("what", ["model", "optimizer", "set"])
+def test_a_rank_that_waits_too_long_is_told_for_whom_and_all_may_go_on(layout, what):
+    model = build(layout)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    whole, given = numbered_model(Net()), numbered_model(Net(), 4)
+    set_model_state_dict(model, whole, options=FULL)
+    limited = dataclasses.replace(FULL, timeout=timedelta(seconds=0.5))
+    calls = {
+        "model": lambda: get_model_state_dict(model, options=limited),
+        "optimizer": lambda: get_optimizer_state_dict(model, optimizer, options=limited),
+        "set": lambda: set_model_state_dict(model, given, options=limited),
+    }
+    if distributed.get_rank() == 0:
+        with pytest.raises(DistributedError, match="1 of 2 ranks have not made this call: 1"):
+            calls[what]()
+    distributed.barrier()
+    assert_same(get_model_state_dict(model, options=limited), whole)
+
+
 def one_rank_of_a_part_calls() -> tuple[str, float]:
     """As `one_rank_calls`, where the model is on half of the ranks."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
@@ -89,7 +112,8 @@ def one_rank_of_a_part_calls() -> tuple[str, float]:
         started = time.monotonic()
         told = ""
         try:
-            get_model_state_dict(model, options=FULL)
+            limited = dataclasses.replace(FULL, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+            get_model_state_dict(model, options=limited)
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
         store.set("told", told)
@@ -98,8 +122,8 @@ def one_rank_of_a_part_calls() -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.xfail(strict=True, reason="groups for parts of a mesh wait for half an hour")
-def test_a_call_on_one_rank_of_a_part_ends_when_the_group_times_out(ranks):
+# torch's groups for parts of a mesh wait for half an hour.
+def test_a_call_on_one_rank_of_a_part_ends_at_the_limit(ranks):
     run = ranks(4, group_timeout_s=GROUP_TIMEOUT_S, limit_s=5 * GROUP_TIMEOUT_S)
     told, seconds = run(one_rank_of_a_part_calls)[0]
     assert told
@@ -215,21 +239,19 @@ class Experts(nn.Module):
                 one.fill_(distributed.get_rank())
 
 
-@pytest.mark.xfail(strict=True, reason="the tensors of rank 0 win, and nobody says so")
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("layout", ["plain", "beside-fsdp2"])
-def test_different_experts_under_one_name_are_no_whole_state(layout):
-    model: nn.Module = Experts()
-    if layout == "beside-fsdp2":
-        model = nn.Sequential(model, fully_shard(nn.Linear(2, 2), mesh=mesh_of((2,))))
+def test_different_experts_under_one_name_are_no_whole_state():
+    model = nn.Sequential(Experts(), fully_shard(nn.Linear(2, 2), mesh=mesh_of((2,))))
     with pytest.raises(DsdError, match="experts"):
         get_model_state_dict(model, options=HOST)
 
 
 @pytest.mark.ranks(2)
-def test_each_rank_reads_its_own_experts():
+@pytest.mark.parametrize("full", [False, True], ids=["shards", "full"])
+def test_each_rank_reads_its_own_experts(full):
     model = Experts()
-    found = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
+    options = StateDictOptions(full_state_dict=full, cpu_offload=True)
+    found = get_model_state_dict(model, options=options)
     assert float(found["experts.0.weight"][0, 0]) == distributed.get_rank()
 
 
@@ -344,10 +366,6 @@ def test_a_stage_takes_its_part_of_the_whole_state(flat):
     assert_same(found[1]["state"], {n: expected[1]["state"][n] for n in model.state_dict()})
 
 
-LOST = "of stages that are no DTensors, only those of global rank 0 come to the host"
-
-
-@pytest.mark.xfail(strict=True, reason=LOST)
 @pytest.mark.ranks(2)
 def test_no_plain_stage_is_lost_on_its_way_to_the_host():
     model, optimizer = stage(distributed.get_rank())
@@ -383,12 +401,6 @@ def staged_state(number: int) -> dict[str, Any]:
     }
 
 
-FSDP1_GROUP = "rank 0 gives an FSDP1 model its state in the default group, not in the model's"
-
-
-FSDP1_HOST = "of stages of FSDP1, only that of global rank 0 comes to the host"
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
 def test_all_ranks_of_a_stage_get_the_whole_stage(kind):
@@ -398,7 +410,7 @@ def test_all_ranks_of_a_stage_get_the_whole_stage(kind):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "kind",
-    ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.xfail(strict=True, reason=FSDP1_HOST))],
+    ["fsdp2", "fsdp1"],
 )
 def test_the_first_rank_of_each_stage_gets_the_stage_on_the_host(kind):
     check_stages(kind, HOST)
@@ -420,7 +432,7 @@ def check_stages(kind: str, options: StateDictOptions) -> None:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "kind",
-    ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.xfail(strict=True, reason=FSDP1_GROUP))],
+    ["fsdp2", "fsdp1"],
 )
 def test_the_first_rank_of_each_stage_gives_the_stage(kind):
     model, number, _ = stage_of_two(kind)
@@ -461,7 +473,6 @@ def test_a_stage_needs_no_other_stage(kind):
         "compiled-ddp",
         "fsdp2-compiled-part",
         "fsdp1-nested-orig",
-        faults={"fsdp1-nested-orig": "the errors of FSDP1 models are those of torch"},
     ),
 )
 def test_errors_have_names_as_users_know_them_and_are_short(layout):
@@ -493,13 +504,8 @@ def test_an_error_of_shape_tells_both(layout):
     assert "[1, 7]" in text
 
 
-SHARDED = "the error of a ShardedTensor of FSDP1 tells no name"
-
-
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "kind", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.xfail(strict=True, reason=SHARDED))]
-)
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
 @pytest.mark.parametrize("into", ["plain", "ddp"])
 def test_shards_go_into_a_model_that_is_not_sharded_or_an_error_says_why(kind, into):
     source = build({"fsdp2": "fsdp2", "fsdp1": "fsdp1-full-orig"}[kind])

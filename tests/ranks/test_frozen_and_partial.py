@@ -21,6 +21,7 @@ from tests.ranks.layouts import (
     Optimizer,
     build,
     groups_of,
+    is_receiver,
     joined,
     layouts,
     numbered_model,
@@ -106,20 +107,8 @@ def check_frozen_later(layout: str, options: StateDictOptions, *, everything: bo
 # Frozen from the start
 
 
-WANTED = dict.fromkeys(
-    ("fsdp1-full-orig", "fsdp1-nested-flat"),
-    "setting an FSDP1 optimizer strictly wants entries of frozen parameters too",
-)
-
-
 @pytest.mark.parametrize("layout", layouts(*SOME))
-@pytest.mark.parametrize("way", ["host"])
-def test_parameters_frozen_from_the_start_need_no_state_if_rank_0_gives(layout, way):
-    check_frozen_from_the_start(layout, WAYS[way])
-
-
-@pytest.mark.parametrize("layout", layouts(*SOME, faults=WANTED))
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "host"])
+@pytest.mark.parametrize("way", list(WAYS))
 def test_parameters_frozen_from_the_start_need_no_state(layout, way):
     check_frozen_from_the_start(layout, WAYS[way])
 
@@ -158,10 +147,7 @@ def test_an_optimizer_of_the_trainable_parameters_alone_is_read_and_set(layout, 
     assert set(found["param_groups"][0]["params"]) == set(OUTER)
 
 
-FLAT_NAMES = {"fsdp1-nested-flat": "the names in a frozen flat parameter are not left out"}
-
-
-@pytest.mark.parametrize("layout", layouts(*SOME, faults=FLAT_NAMES))
+@pytest.mark.parametrize("layout", layouts(*SOME))
 @pytest.mark.parametrize(
     "options",
     [
@@ -177,7 +163,7 @@ def test_frozen_parameters_are_left_out_on_request(layout, options):
     freeze(model)
     found = joined(get_model_state_dict(model, options=options))
     kept = {name: value for name, value in wanted.items() if name not in INNER}
-    assert_same(found, kept if not options.cpu_offload or distributed.get_rank() == 0 else {})
+    assert_same(found, kept if not options.cpu_offload or is_receiver(layout) else {})
 
 
 @pytest.mark.parametrize("layout", layouts("plain", "fsdp1-full-orig", "fsdp2-nested"))
@@ -211,7 +197,16 @@ def step_outer(model: nn.Module, optimizer: Optimizer) -> None:
         one.grad = None
 
 
-PARTIAL = ("plain", "ddp", "fsdp2-nested", "fsdp2-3", "hsdp", "tp")
+PARTIAL = (
+    "plain",
+    "ddp",
+    "fsdp1-full-orig",
+    "fsdp1-nested-orig",
+    "fsdp2-nested",
+    "fsdp2-3",
+    "hsdp",
+    "tp",
+)
 
 
 def partial(layout: str) -> tuple[nn.Module, Optimizer]:
@@ -255,9 +250,7 @@ def test_a_state_in_part_replaces_a_whole_one(layout, options):
     assert {steps[name] for name in OUTER} == {2.0}
 
 
-# With use_orig_params, torch's own functions fail where a unit has state in part.
-@pytest.mark.xfail(strict=True, reason="FSDP1 does not say that a parameter has no state yet")
-@pytest.mark.parametrize("layout", layouts("fsdp1-nested-flat"))
+@pytest.mark.parametrize("layout", layouts("fsdp1-nested-flat", "fsdp1-nested-orig"))
 @pytest.mark.parametrize("way", ["nested", "flat", "shards", "flat-shards"])
 def test_units_of_fsdp1_without_state_yet_stay_without(layout, way):
     model = build(layout)

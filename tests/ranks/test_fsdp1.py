@@ -277,11 +277,10 @@ def parallel(sizes: tuple[int, int]) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 SIZES = pytest.mark.parametrize("sizes", [(4, 8), (4, 5), (7, 2)], ids=str)
-ABORTS = pytest.mark.xfail(strict=True, reason="torch aborts where pieces of rows are uneven")
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("sizes", [(4, 8), (7, 2), pytest.param((4, 5), marks=ABORTS)], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 8), (7, 2), (4, 5)], ids=str)
 def test_shards_of_two_axes_have_the_true_shape_and_values(sizes):
     model, wanted = parallel(sizes)
     assert_same(joined(get_model_state_dict(model)), wanted)
@@ -296,7 +295,6 @@ def test_whole_tensors_of_two_axes_have_the_true_shape_and_values(sizes):
     assert_same(get_model_state_dict(model, options=FULL), wanted)
 
 
-@pytest.mark.xfail(strict=True, reason="whole tensors cannot be set where FSDP1 has DTensors")
 @pytest.mark.ranks(4)
 @SIZES
 @pytest.mark.parametrize("source", ["all", "from-0"])
@@ -309,10 +307,6 @@ def test_whole_tensors_are_set_on_two_axes(sizes, source):
     assert_same(joined(get_model_state_dict(model)), given)
 
 
-HALVES = "ranks of the tensor-parallel axis all get the first part; torch has this fault too"
-
-
-@pytest.mark.xfail(strict=True, reason=HALVES)
 @pytest.mark.ranks(4)
 def test_optimizer_states_of_two_axes_are_read_as_set_or_refused():
     model, _ = parallel((4, 8))

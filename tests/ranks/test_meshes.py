@@ -26,7 +26,7 @@ def check_holds(tensor: DTensor, whole: torch.Tensor) -> None:
     assert sharding.shape == tuple(whole.shape)
     assert sharding.shard_shape(position) == tuple(local.shape)
     held = torch.full_like(local, -1)
-    for outer, inner in sharding.boxes(position):
+    for outer, inner, _ in sharding.held(position):
         outer_slices, inner_slices = (
             tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
             for box in (outer, inner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from dsdformat.errors import DsdError
-from dsdformat.torch.broadcast import broadcast
+from dsdformat.torch.broadcast import broadcast, fill_from_first
 from dsdformat.torch.gather import gather
 from dsdformat.torch.state_dict import (
     StateDictOptions,
@@ -32,6 +33,7 @@ from tests.ranks.layouts import (
     build,
     everywhere,
     flattened,
+    is_receiver,
     joined,
     layouts,
     numbered,
@@ -80,7 +82,7 @@ def test_options_go_together_when_rank_0_gives(layout, offload, flat, strict, ig
         options=options,
     )
     found = get_model_state_dict(model, options=options)
-    assert_same(found, on_rank_0(wanted[0]) if offload else wanted[0])
+    assert_same(found, wanted[0] if not offload or is_receiver(layout) else {})
     state = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
     assert_same(state, wanted[1]["state"])
 
@@ -164,7 +166,6 @@ def test_what_rank_0_has_wrongly_is_one_error_on_every_rank(layout, offload, wha
     check_wrong(layout, offload, what)
 
 
-@pytest.mark.xfail(strict=True, reason="an FSDP1 model is changed before an error is found")
 @pytest.mark.parametrize("layout", layouts("fsdp1-full-orig", "fsdp1-full-flat"))
 @pytest.mark.parametrize("what", ["unexpected", "missing", "shape"])
 def test_what_rank_0_has_wrongly_for_fsdp1_is_one_error_on_every_rank(layout, what):
@@ -193,7 +194,6 @@ def check_wrong(layout: str, offload: bool, what: str) -> None:
 # Only rank 0 has read the file, and nobody says so
 
 
-@pytest.mark.xfail(strict=True, reason="ranks that pass nothing return at once, as if it were set")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", ["ddp", "fsdp1-full-orig", "fsdp2-nested"])
 @pytest.mark.parametrize("part", ["model", "optimizer"])
@@ -294,7 +294,6 @@ def test_tied_parameters_on_meta_stay_tied(layout):
     assert_same(get_model_state_dict(model, options=FULL), numbered_model(Tied()))
 
 
-@pytest.mark.xfail(strict=True, reason="what no state dict holds stays on meta, and nobody says so")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", ["plain", "fsdp2"])
 def test_a_buffer_that_no_state_fills_is_never_left_on_meta_in_silence(layout):
@@ -365,23 +364,32 @@ def test_optimizer_state_on_two_axes_is_set_and_read(source):
     assert optimizer.state[model.row]["exp_avg"].placements == model.row.placements
 
 
-SUBMESH = "each part of a mesh wants the state on its own first rank; torch takes that of rank 0"
+@pytest.mark.ranks(4)
+def test_a_part_of_a_mesh_whose_first_rank_has_nothing_is_told_what_to_do():
+    model = fully_shard(Net(), mesh=mesh_of((2, 2), ("dp", "tp"))["dp"])
+    wanted = numbered_model(Net())
+    if distributed.get_rank() % 2:  # ranks 1 and 3 are a part of the mesh
+        with pytest.raises(RuntimeError, match=r"(?s)rank 1 has no state dict.*process_group"):
+            set_model_state_dict(model, {}, options=FROM_0)
+    else:
+        set_model_state_dict(model, on_rank_0(wanted), options=FROM_0)
+        assert_same(get_model_state_dict(model, options=FULL), wanted)
 
 
-@pytest.mark.xfail(strict=True, reason=SUBMESH)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("part", ["model", "optimizer"])
-def test_a_model_on_one_axis_of_a_mesh_takes_the_state_of_rank_0(part):
+def test_a_model_on_one_axis_of_a_mesh_takes_the_state_of_rank_0_of_a_group(part):
     mesh = mesh_of((2, 2), ("dp", "tp"))
     model = fully_shard(Net(), mesh=mesh["dp"])
+    options = dataclasses.replace(FROM_0, process_group=distributed.group.WORLD)
     if part == "model":
         wanted = numbered_model(Net())
-        set_model_state_dict(model, on_rank_0(wanted), options=FROM_0)
+        set_model_state_dict(model, on_rank_0(wanted), options=options)
         assert_same(get_model_state_dict(model, options=FULL), wanted)
     else:
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         state = numbered_optimizer(Net(), OPTIMIZERS["adamw"])
-        set_optimizer_state_dict(model, optimizer, on_rank_0(state), options=FROM_0)
+        set_optimizer_state_dict(model, optimizer, on_rank_0(state), options=options)
         found = get_optimizer_state_dict(model, optimizer, options=FULL)
         assert_same(found["state"], state["state"])
 
@@ -468,7 +476,6 @@ def test_other_ranks_hold_no_whole_tensor_when_rank_0_gets_it(ranks, world_size)
     assert max(risen[1:]) <= 32 + SLACK
 
 
-@pytest.mark.xfail(strict=True, reason="each rank sends as much as the bucket, whatever it holds")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_rank_that_gets_a_whole_tensor_needs_a_bucket_beside_it(ranks, world_size):
     risen = ranks(world_size)(peak_of_gather, 128 * MIB, 32 * MIB)
@@ -478,7 +485,7 @@ def test_the_rank_that_gets_a_whole_tensor_needs_a_bucket_beside_it(ranks, world
 def peak_of_loading(mib: int, part: str, kind: str = "fsdp2") -> float:
     """How many MiB a rank needs at most to set a meta model, or its optimizer, from rank 0."""
     warm()
-    broadcast.__kwdefaults__["bucket_nbytes"] = 16 * MIB
+    fill_from_first.__defaults__ = (16 * MIB,)
     rows = mib * MIB // 4096
     with torch.device("meta" if kind == "fsdp2" else "cpu"):
         model = nn.Sequential(nn.Linear(1024, rows, bias=False))
@@ -510,22 +517,16 @@ def peak_of_loading(mib: int, part: str, kind: str = "fsdp2") -> float:
     return risen / MIB
 
 
-TWICE = "parts of an optimizer's state are received, and then copied"
-OPTIMIZER = pytest.param("optimizer", marks=pytest.mark.xfail(strict=True, reason=TWICE))
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("part", ["model", OPTIMIZER])
+@pytest.mark.parametrize("part", ["model", "optimizer"])
 def test_setting_from_rank_0_costs_others_their_shards_and_a_bucket(ranks, world_size, part):
     risen = ranks(world_size)(peak_of_loading, 128, part)
     assert max(risen[1:]) <= 128 / world_size + 16 + SLACK
 
 
-@pytest.mark.xfail(strict=True, reason="each rank of an FSDP1 model gets the whole of it first")
 def test_setting_fsdp1_from_rank_0_costs_others_a_bucket(ranks):
     risen = ranks(2)(peak_of_loading, 128, "model", "fsdp1")
-    # FSDP1 itself makes the largest of its modules whole.
-    assert max(risen[1:]) <= 128 + 16 + SLACK
+    assert max(risen[1:]) <= 16 + SLACK
 
 
 def test_numbers_of_elements_tell_them_apart():

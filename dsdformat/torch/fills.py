@@ -1,0 +1,149 @@
+"""Tensors of an optimizer's state that are to be filled: which, and from what.
+
+While a state is compared, each tensor in it is given a live tensor that is alike, or a new one;
+only when all fits, all of them are filled.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dsdformat.torch.broadcast import fill_from_first
+from dsdformat.torch.comm import Comm
+from dsdformat.torch.fsdp1 import Member, Unit
+from dsdformat.torch.fsdp1_optim import Joined
+from dsdformat.torch.install_optim import Maker
+from dsdformat.torch.redistribute import copy_all
+from dsdformat.torch.routes import Form
+from dsdformat.torch.sharding import as_dtensor, is_dtensor, is_spread, is_tensor, local_of
+
+__all__ = ["Fills"]
+
+Path = Sequence[Any]
+
+
+class Fills:
+    """Pairs of a tensor that is given and one that is filled."""
+
+    def __init__(self, members: Mapping[int, Member], units: Sequence[Unit]) -> None:
+        """Begin.
+
+        Args:
+            members: Parameters that lie in flat shards, by their ids.
+            units: Flat parameters of FSDP1.
+        """
+        self._members = members
+        self._pieces = {id(unit.flat): unit.piece for unit in units}
+        self._values: dict[str, Any] = {}
+        self._targets: dict[str, Any] = {}
+
+    def fit(
+        self,
+        value: Any,
+        live: Any,
+        path: Path,
+        device: torch.device | None,
+        parameter: torch.Tensor | None,
+    ) -> Maker:
+        """Plan where a value goes: into a live tensor that is alike, else into a new one."""
+        if isinstance(value, Joined):
+            return self._fit_joined(value, live, parameter)
+        if is_tensor(value):
+            member = self._members.get(id(parameter))
+            if member is not None and value.dim() and value.shape == member.sharding.shape:
+                return self._fit_member(member, value, live, parameter)
+            target = self._target(value, live, device, parameter)
+            self._add(value, target)
+            return lambda: target
+        if isinstance(value, Mapping):
+            makers = {
+                key: self.fit(
+                    v, live.get(key) if isinstance(live, Mapping) else None, path, device, parameter
+                )
+                for key, v in value.items()
+            }
+            return lambda: {key: make() for key, make in makers.items()}
+        if type(value) in (list, tuple) and any(is_tensor(v) for v in value):
+            items = [self.fit(item, None, path, device, parameter) for item in value]
+            return lambda: type(value)(make() for make in items)
+        return lambda: copy.deepcopy(value)
+
+    def run(self) -> None:
+        """Fill all from what each rank has.
+
+        Ranks: local, unless something moves; see `copy_all`.
+        """
+        copy_all(self._values, self._targets)
+
+    def run_from_first(self, comm: Comm, leaves: Mapping[int, Any]) -> None:
+        """Fill all from what rank 0 has.
+
+        Args:
+            comm: The group.
+            leaves: On rank 0, its tensors by the ids of those that stand for them.
+
+        Ranks: collective over the group.
+        """
+        forms: dict[str, Form] = {
+            key: (tuple(one.shape), one.dtype) for key, one in self._values.items()
+        }
+        whole = {key: leaves[id(one)] for key, one in self._values.items() if id(one) in leaves}
+        fill_from_first(comm, whole, self._targets, forms)
+
+    def _add(self, value: Any, target: Any) -> None:
+        if value is not target:
+            key = str(len(self._values))
+            self._values[key] = value
+            self._targets[key] = target
+
+    def _fit_member(
+        self, member: Member, value: Any, live: Any, parameter: torch.Tensor | None
+    ) -> Maker:
+        assert parameter is not None
+        own = parameter.detach()
+        if _is_alike(live, own.shape, value.dtype):
+            own = live
+        else:
+            own = torch.empty_like(own, dtype=value.dtype)
+        self._add(value, member.as_shard(own))
+        return lambda: own
+
+    def _fit_joined(self, value: Joined, live: Any, parameter: torch.Tensor | None) -> Maker:
+        piece = self._pieces[id(parameter)]
+        own = live
+        if not _is_alike(live, piece.shape, value.dtype):
+            own = torch.zeros_like(piece, dtype=value.dtype)
+        for member, part in value.parts:
+            self._add(part, member.shard_of(own))
+        return lambda: own
+
+    def _target(
+        self,
+        value: Any,
+        live: Any,
+        device: torch.device | None,
+        parameter: torch.Tensor | None,
+    ) -> Any:
+        """Return what a tensor is filled into: spread as the parameter is if it has its shape."""
+        if _is_alike(live, value.shape, value.dtype):
+            return live
+        same = parameter is not None and value.dim() > 0 and value.shape == parameter.shape
+        if same and is_dtensor(parameter):
+            assert parameter is not None
+            shard = torch.empty_like(local_of(parameter), dtype=value.dtype)
+            return as_dtensor(shard, parameter, value.shape)
+        if is_dtensor(value):
+            shard = torch.empty_like(local_of(value), device=device or local_of(value).device)
+            return as_dtensor(shard, value, value.shape)
+        place = device or (torch.device("cpu") if value.is_meta else value.device)
+        if is_spread(value):
+            return torch.empty(value.shape, dtype=value.dtype, device=place)
+        return torch.empty_like(value, device=place)
+
+
+def _is_alike(live: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
+    return is_tensor(live) and not live.is_meta and (live.shape, live.dtype) == (shape, dtype)

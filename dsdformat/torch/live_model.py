@@ -1,0 +1,177 @@
+"""A live model as state dicts see it, whatever wraps it: names, entries, and its ranks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsdformat.torch import fsdp1
+from dsdformat.torch.capture import module_entries
+from dsdformat.torch.comm import Comm, is_distributed
+from dsdformat.torch.compat import is_replicated
+from dsdformat.torch.fqn import EXTRA_STATE, named_modules, named_tensors, unwrapped
+from dsdformat.torch.introspect import own_method
+from dsdformat.torch.meeting import meet
+from dsdformat.torch.sharding import FlatShard, is_spread, is_tensor, process_groups, sharding_of
+
+__all__ = ["Entry", "LiveModel", "is_extra", "is_placed"]
+
+Entry = tuple[str, str, Any]  # key of the module's own state dict, canonical name, value
+
+
+class LiveModel:
+    """One model.
+
+    Attributes:
+        model: As it was given.
+        units: Its flat parameters of FSDP1.
+        tensors: Live tensors by canonical name, a tied one under each; shards of flat parameters
+            under the names of what is in them.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: Any = None, timeout: timedelta | None = None
+    ) -> None:
+        """Look at a model.
+
+        Args:
+            model: Any module.
+            group: The process group of the ranks that hold it together; found if None.
+            timeout: How long they wait for each other; as long as the group does if None.
+
+        Ranks: see `fsdp1.find_units`.
+        """
+        self.model = model
+        self._group = group
+        self._timeout = timeout
+        self.units = fsdp1.find_units(model)
+        self.tensors = self._tensors()
+        self._parameters = {
+            name: member.parameter
+            for unit in self.units
+            for member in unit.members
+            for name in member.names
+        }
+        self.names: dict[int, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            self.names.setdefault(id(tensor), []).append(name)
+
+    def _tensors(self) -> dict[str, Any]:
+        flats = {id(unit.flat) for unit in self.units}
+        result: dict[str, Any] = {
+            name: tensor for name, tensor in named_tensors(self.model) if id(tensor) not in flats
+        }
+        for unit in self.units:
+            for member in unit.members:
+                result.update(dict.fromkeys(member.names, member.shard_of(unit.piece)))
+        return result
+
+    def entries(self) -> list[Entry]:
+        """Return what the model's state dict has, in the order of an unwrapped model."""
+        if not self.units:
+            return module_entries(self.model)
+        with fsdp1.plain_hooks(self.model):
+            entries = module_entries(self.model)
+        flats = {id(unit.flat) for unit in self.units}
+        dtypes = fsdp1.buffer_dtypes(self.model)
+        rows: dict[str, Entry] = {}
+        for key, name, value in entries:
+            if id(value) not in flats:
+                rows[name] = (key, name, self._shown(name, value, dtypes))
+        for name, tensor in self.tensors.items():
+            if isinstance(tensor, FlatShard):
+                rows.setdefault(name, (name, name, tensor))
+        return sorted(rows.values(), key=self._order())
+
+    def _shown(self, name: str, value: Any, dtypes: Mapping[str, torch.dtype]) -> Any:
+        live = self.tensors.get(name)
+        if isinstance(live, FlatShard):
+            return live
+        if isinstance(value, torch.Tensor) and value.dtype != dtypes.get(name, value.dtype):
+            return value.to(dtypes[name])
+        return value
+
+    def _order(self) -> Any:
+        """Order entries by module, and in each by kind: parameters, buffers, the rest."""
+        places: dict[str, int] = {}
+        for prefix, _ in named_modules(self.model):
+            places.setdefault(prefix, len(places))
+        buffers = {name for name, one in self.tensors.items() if not _is_parameter(one)}
+
+        def order(entry: Entry) -> tuple[int, int]:
+            name = entry[1]
+            prefix = name[: name.rfind(".") + 1]
+            kind = 2 if is_extra(name) else int(name in buffers)
+            return places.get(prefix, len(places)), kind
+
+        return order
+
+    def frozen(self) -> list[str]:
+        """List the names of parameters that need no gradient."""
+        return [
+            name
+            for name, tensor in self.tensors.items()
+            if _is_parameter(tensor) and not tensor.requires_grad
+        ]
+
+    def hidden(self) -> list[str]:
+        """List the names of what is on meta and in no state dict, as buffers may be."""
+        everything = named_tensors(self.model, persistent=False)
+        return [name for name, one in everything if one.is_meta and name not in self.tensors]
+
+    def registered(self, name: str, value: Any) -> Any:
+        """Return what a module has under this name; None where a flat parameter has it."""
+        if not isinstance(value, FlatShard):
+            return self.tensors.get(name, value)
+        return self._parameters.get(name)
+
+    def hand_over(self, raw: OrderedDict[str, Any]) -> None:
+        """Let the model's own `load_state_dict` see what was set, for its hooks and extra state."""
+        load = own_method(unwrapped(self.model), "load_state_dict")
+        with fsdp1.plain_hooks(self.model):
+            load(raw, strict=False)
+
+    def comm(self, default: Comm) -> Comm:
+        """Return the ranks that hold the model together: those of its meshes, or of DDP.
+
+        Args:
+            default: For a model of which nothing says so.
+
+        Ranks: local.
+        """
+        if self._group is not None or not is_distributed():
+            return Comm(self._group)
+        spread = [tensor for tensor in self.tensors.values() if is_spread(tensor)]
+        ranks = {rank for tensor in spread for rank in sharding_of(tensor).ranks}
+        if ranks:
+            return Comm.of_ranks(ranks, process_groups(spread))
+        for module in self.model.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                return Comm(module.process_group)
+            if is_replicated(module):
+                return Comm()
+        return default
+
+    def meet(self, comm: Comm, call: str) -> None:
+        """Wait until all ranks make this call, if there is a limit to that; see `meet`."""
+        if self._timeout is not None:
+            meet(comm, call, self._timeout)
+
+
+def is_extra(name: str) -> bool:
+    """Whether an entry is extra state."""
+    return name.rsplit(".", 1)[-1] == EXTRA_STATE
+
+
+def _is_parameter(tensor: Any) -> bool:
+    return isinstance(tensor, (nn.Parameter, FlatShard))
+
+
+def is_placed(name: str, value: Any) -> bool:
+    """Whether an entry is a tensor that is filled, and not handed over."""
+    return is_tensor(value) and not is_extra(name)
