@@ -27,3 +27,16 @@ FILE_CHUNKS_MAX = 65_536
 HEADER_NBYTES_MAX = 64 * MIB
 HEADER_ALIGNMENT = 4096
 SIZE_CLASSES = (4096, 256, 64, 8, 4, 2, 1)
+
+# Foreign files: what `convert` reads of them at most.
+PICKLE_NBYTES_MAX = GIB
+PICKLE_MEMORY_MAX = 4 * GIB  # what its objects take, as estimated
+PICKLE_MARKS_MAX = 1024  # nested marks
+PICKLE_INT_NBYTES_MAX = KIB
+PICKLE_NAME_NBYTES_MAX = KIB  # of a module or a qualified name
+PICKLE_DEPTH_MAX = 1024  # objects within objects
+PICKLE_NODES_MAX = 50_000_000  # with shared objects counted as often as they are met
+ARCHIVE_DIRECTORY_NBYTES_MAX = 512 * MIB
+JSON_NBYTES_MAX = 128 * MIB
+AMPLIFICATION_MAX = 64  # bytes of all tensors, per byte of the file
+AMPLIFICATION_FREE = GIB

@@ -82,15 +82,18 @@ def test_the_format_version_is_that_of_the_spec():
 
 TORCH_NAMES = [
     "Cast",
+    "FlattenParams",
     "LoadReport",
     "Loaded",
     "Mismatch",
     "Recipe",
     "broadcast",
+    "consolidate",
     "distribute",
     "gather",
     "load",
     "load_model",
+    "map_parameters",
     "rng_state",
     "save",
     "set_rng_state",
@@ -117,7 +120,7 @@ def test_the_drop_in_has_every_name_and_parameter_of_the_module_it_stands_for():
     fields = [
         [field.name for field in dataclasses.fields(m.StateDictOptions)] for m in (ours, theirs)
     ]
-    assert fields[0] == fields[1]
+    assert fields[0][: len(fields[1])] == fields[1]
 
 
 # Importing

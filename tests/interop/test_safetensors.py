@@ -126,6 +126,8 @@ def test_numpy_users_of_safetensors_get_the_numbers(tmp_path, name):
 @pytest.mark.parametrize("name", DTYPES)
 def test_torch_users_of_safetensors_get_the_numbers(tmp_path, name):
     torch = pytest.importorskip("torch")
+    if not hasattr(torch, name):
+        pytest.skip(f"this torch has no {name}")
     from safetensors.torch import load_file
 
     array = array_of(name)

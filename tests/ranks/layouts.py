@@ -413,12 +413,6 @@ def layouts(*names: str) -> list[Any]:
     ]
 
 
-def is_receiver(layout: str) -> bool:
-    """Whether this rank gets a whole state on the host: rank 0, or each if nothing joins ranks."""
-    joins = any(kind in layout for kind in ("ddp", "fsdp", "tp", "hsdp", "replicate"))
-    return distributed.get_rank() == 0 or not joins
-
-
 # What ranks have
 
 

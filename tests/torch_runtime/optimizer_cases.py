@@ -172,7 +172,10 @@ _OWN: dict[str, dict[str, dict[str, Any]]] = {
         "momentum-fused": {"momentum": 0.9, "fused": True},
         "momentum-foreach": {"momentum": 0.9, "foreach": True},
     },
-    "Adam": {"decoupled": {"decoupled_weight_decay": True, "weight_decay": 0.1}},
+    # Older ones have AdamW alone for this.
+    "Adam": {"decoupled": {"decoupled_weight_decay": True, "weight_decay": 0.1}}
+    if "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
+    else {},
     "NAdam": {"decoupled": {"decoupled_weight_decay": True, "weight_decay": 0.1}},
     "RAdam": {"decoupled": {"decoupled_weight_decay": True, "weight_decay": 0.1}},
     "Adagrad": {"accumulator": {"initial_accumulator_value": 0.5, "lr_decay": 0.01}},

@@ -724,7 +724,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "coo_size_negative": ("coo", {"size": torch.Size([3, -4])}, "no negative length"),
     "coo_size_overflows": ("coo", {"size": torch.Size([2**62, 2**62])}, "overflow"),
     "coo_size_is_a_tuple": ("coo", {"size": (3, 4)}, "size: expected Size"),
-    "coo_size_of_more_dims": ("coo", {"size": torch.Size([3, 4, 5])}, "size"),
+    "coo_size_of_more_dims": ("coo", {"size": torch.Size([3, 4, 5])}, "size|dimensions"),
     "coo_values_sparse": (
         "coo",
         {"values": lambda: coo(torch.ones(4))},

@@ -638,6 +638,8 @@ def test_a_schedule_goes_on_with_its_optimizer(schedule, seen, rate, tmp_path):
         return model, optimizer, schedule(optimizer)
 
     model, optimizer, scheduler = make(0)
+    if rate == "tensor" and (group := optimizer.param_groups[0])["lr"] is group["initial_lr"]:
+        pytest.skip("this torch's SequentialLR changes its base rates in place")
     run(model, optimizer, scheduler, range(3))
     dsd.save(tmp_path / "c", {"model": model, "optimizer": optimizer, "schedule": scheduler})
     resumed, other, successor = make(1)
@@ -770,6 +772,9 @@ def test_a_scaler_of_gradients_goes_on(enabled, tmp_path):
 
 def test_an_average_of_the_weights_is_a_model_beside_that_of_the_optimizer(tmp_path):
     from torch.optim.swa_utils import SWALR, AveragedModel
+
+    if not hasattr(SWALR, "_set_anneal_func"):
+        pytest.skip("this torch keeps a function in SWALR's state")
 
     def make(seed: int) -> dict[str, Any]:
         model = mlp(seed)

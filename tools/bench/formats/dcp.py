@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ def save(path: Path, state: State) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
     writer = FileSystemWriter(path, sync_files=False)
-    dcp_save(tree_of(state), storage_writer=writer, no_dist=True)
+    dcp_save(tree_of(state), storage_writer=writer, **_alone(dcp_save))
 
 
 def load(path: Path, state: State) -> None:
@@ -28,7 +30,7 @@ def load(path: Path, state: State) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
     tree = tree_of(state)
-    dcp_load(tree, checkpoint_id=path, no_dist=True)  # in place: the model is done
+    dcp_load(tree, checkpoint_id=path, **_alone(dcp_load))  # in place: the model is done
     if state.optimizer is not None:
         set_optimizer_state_dict(state.module, state.optimizer, tree["optimizer"])
 
@@ -38,7 +40,12 @@ def read_one(path: Path, state: State, index: int) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
     parameter = list(state.module.parameters())[index].detach()
-    dcp_load({"model": {state.name(index): parameter}}, checkpoint_id=path, no_dist=True)
+    dcp_load({"model": {state.name(index): parameter}}, checkpoint_id=path, **_alone(dcp_load))
+
+
+def _alone(function: Callable[..., Any]) -> dict[str, bool]:
+    """Say that there is one process; torch 2.6 knows no such option, and finds out itself."""
+    return {"no_dist": True} if "no_dist" in inspect.signature(function).parameters else {}
 
 
 def tree_of(state: State) -> dict[str, Any]:

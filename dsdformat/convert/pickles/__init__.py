@@ -1,0 +1,1 @@
+"""Pickles without unpickling: `machine` parses, `resolving` applies closed lists of names."""

@@ -1,0 +1,68 @@
+"""Every kind is read where neither torch nor numpy nor safetensors is installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from exactly import saved
+from samples import KINDS
+
+from dsdformat.convert import Kind
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import json, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        top = name.split(".")[0]
+        if top in {"torch", "numpy", "ml_dtypes", "safetensors", "pickle", "_pickle"}:
+            raise ImportError(f"{name} is blocked")
+
+for name in [name for name in sys.modules if "pickle" in name]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Blocked())
+from dsdformat.convert import open_foreign
+import dsdformat
+
+answers = []
+for path, out in zip(sys.argv[1::2], sys.argv[2::2]):
+    with open_foreign(path) as foreign:
+        data = {name: bytes(tensor.read()).hex() for name, tensor in foreign}
+        with dsdformat.create(out) as writer:
+            writer.add(foreign.state())
+    answers.append(data)
+print(json.dumps(answers))
+"""
+
+
+def test_every_kind_is_read_and_converted_with_the_core_alone(tmp_path):
+    kinds = [kind for kind in KINDS if kind is not Kind.DSD]
+    paths = [KINDS[kind](tmp_path / kind.name) for kind in kinds]
+    paths.append(saved({"w": torch.arange(6.0).reshape(2, 3).t()}, tmp_path / "t.pt"))
+    args = [str(arg) for path in paths for arg in (path, f"{path}-out")]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    *plain, transposed = json.loads(done.stdout)
+    assert plain == [{"w": "0000803f" * 2}] * len(kinds)
+    expected = torch.arange(6.0).reshape(2, 3).t().contiguous().numpy().tobytes()
+    assert bytes.fromhex(transposed["w"]) == expected
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "safetensors", "pickle"])
+def test_importing_the_readers_loads_none_of(name, run_python):
+    source = f"import sys, dsdformat.convert; sys.exit({name!r} in sys.modules)"
+    done = run_python(source)
+    assert done.returncode == 0, (name, done.stderr)
