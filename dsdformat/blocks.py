@@ -1,37 +1,36 @@
 """Read, verify and decode the blocks of chunks, in threads.
 
-Decides how bytes move from data files to a caller's buffer: whole blocks straight to their place
-where the place is contiguous, through a scratch block where it is not. Every block is compared
-with its digest before a byte of it counts, unless the caller said otherwise.
+Carries out what `plan.load_plan` has planned: raw blocks go straight to their place where that is
+contiguous, in pieces that are hashed while they are in the cache; all else goes through a scratch
+buffer. Every block is compared with its digest, unless the caller said otherwise.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import operator
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from dsdformat.boxes import Box, copy_runs
 from dsdformat.errors import ArgumentError, FormatError, Problem, shorten
 from dsdformat.format.checks import ChunkPlace, TensorRow
 from dsdformat.format.codecs import RAW, decode_block
 from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
+from dsdformat.format.dtypes import DTYPES, Dtype
 from dsdformat.format.manifest import Body, Columns
 from dsdformat.limits import KIB
+from dsdformat.plan.copies import Copy
+from dsdformat.plan.load_plan import BATCH_NBYTES, SMALL_NBYTES, LoadPlan
 from dsdformat.storage.base import Storage
 
-__all__ = ["BlockReader", "Request", "Task", "Workers"]
+__all__ = ["BATCH_NBYTES", "SMALL_NBYTES", "BlockReader", "Task", "Workers"]
 
 Task = Callable[[], None]
 _PIECE = 512 * KIB  # read, then hashed while it is in the cache
 _PARALLEL_MIN = 1024 * KIB
-SMALL_NBYTES = 64 * KIB  # what is smaller is read, written and verified in batches
-BATCH_NBYTES = 1024 * KIB
 
 
 class Workers:
@@ -92,37 +91,29 @@ class Workers:
             return self._pool
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """One block of one chunk.
+class _Block(NamedTuple):
+    """One block of one chunk, or a part of one that is raw and not verified.
 
     Attributes:
-        tensor: Index of the tensor.
-        row, chunk: The tensor and the chunk.
-        number: Of the block in its chunk.
-        start: Where it begins in the decoded chunk, in bytes.
-        nbytes: Decoded length.
+        tensor, chunk, number: Which one: the block counts from the beginning of the chunk.
+        dtype, codec, file: Of the chunk.
+        start, nbytes: Where it lies in the decoded chunk.
         byte_offset, stored_nbytes: Where its stored bytes lie in the data file.
+        digest, frame: Its rows in the tables.
     """
 
     tensor: int
-    row: TensorRow
-    chunk: ChunkPlace
+    chunk: int
     number: int
+    dtype: Dtype
+    codec: int
+    file: int
     start: int
     nbytes: int
     byte_offset: int
     stored_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A box of a tensor that is wanted, and the buffer for its packed bytes."""
-
-    tensor: int
-    row: TensorRow
-    box: Box
-    into: memoryview
+    digest: int
+    frame: int
 
 
 class BlockReader:
@@ -143,42 +134,25 @@ class BlockReader:
         self._name_of = name_of
         self._checked: set[int] = set()
 
-    def read(self, request: Request, *, verify: bool) -> None:
-        """Fill a request's buffer with the packed row-major bytes of its box.
+    def run(self, plan: LoadPlan, into: Sequence[memoryview]) -> None:
+        """Read what a plan says.
+
+        Args:
+            plan: Of boxes of this checkpoint.
+            into: The destination of each wanted box, as bytes, as long as the plan wants it.
 
         Raises:
-            FormatError: `checksum_mismatch` and others of stages 5 and 6; the buffer is then
-                undefined.
+            FormatError: `checksum_mismatch` and others of stages 5 and 6; what the destinations
+                hold is then undefined.
 
-        Memory: one block per thread; none for raw chunks that are contiguous in the buffer.
+        Memory: for each thread 1 MiB, or one block, stored and decoded, where it is compressed.
         """
-        tasks = self._tasks(request, verify=verify)
-        if len(request.into) < _PARALLEL_MIN:
+        tasks = (functools.partial(self._read, plan, into, read) for read in range(plan.tasks))
+        if plan.wanted_nbytes < _PARALLEL_MIN:
             for task in tasks:
                 task()
         else:
             self._workers.run(tasks)
-
-    def read_many(self, requests: Iterable[Request], *, verify: bool) -> None:
-        """Fill many buffers; small raw tensors that lie together are read together.
-
-        Memory: as `read`, plus 1 MiB per thread.
-        """
-        small_max = min(SMALL_NBYTES, self._body.block_nbytes)  # one digest each
-        small: list[_Small] = []
-        large: list[Request] = []
-        for request in requests:
-            chunks = request.row.chunks
-            whole = len(chunks) == 1 and len(request.into) == chunks[0].nbytes
-            if whole and chunks[0].codec == RAW and 0 < chunks[0].nbytes <= small_max:
-                place = chunks[0]
-                small.append((place.file, place.byte_offset, request.tensor, request))
-            elif len(request.into):
-                large.append(request)
-        small.sort(key=operator.itemgetter(0, 1, 2))
-        batches = (self._batch_task(batch, verify=verify) for batch in _batches(small))
-        rest = (task for request in large for task in self._tasks(request, verify=verify))
-        self._workers.run(itertools.chain(batches, rest))
 
     def check_file(self, index: int) -> None:
         """Compare the length of a data file with the manifest, once (R-10.3)."""
@@ -205,131 +179,145 @@ class BlockReader:
         """
         problems: list[Problem] = []
         for number in numbers:
-            block = self._block(tensor, row, chunk, number)
+            block = self._block(tensor, row.dtype, chunk, number)
             try:
                 if chunk.codec == RAW:
-                    self._check_raw(block)
+                    self._stream(block, (), verify=True)
                 else:
-                    self._decoded(block, verify=True)
+                    self._decode(block, self._stored(block), verify=True)
             except FormatError as error:
                 problems += error.problems
         return problems
 
-    def _block(self, tensor: int, row: TensorRow, chunk: ChunkPlace, number: int) -> _Block:
+    def _block(self, tensor: int, dtype: Dtype, chunk: ChunkPlace, number: int) -> _Block:
         start = number * self._body.block_nbytes
         nbytes = min(self._body.block_nbytes, chunk.nbytes - start)
         at, stored = chunk.byte_offset + start, nbytes
         if chunk.codec != RAW:
-            at = chunk.byte_offset + chunk.frame_at[number]
-            stored = chunk.frames[number]
-        return _Block(tensor, row, chunk, number, start, nbytes, at, stored)
+            at, stored = chunk.byte_offset + chunk.frame_at[number], chunk.frames[number]
+        return _Block(
+            *(tensor, chunk.number, number, dtype, chunk.codec, chunk.file),
+            *(start, nbytes, at, stored),
+            digest=chunk.first_block + number,
+            frame=chunk.first_frame + number,
+        )
 
-    def _tasks(self, request: Request, *, verify: bool) -> Iterator[Task]:
-        for chunk in request.row.chunks:
-            shared = chunk.box.intersect(request.box)
-            if shared is not None and shared.numel:
-                self.check_file(chunk.file)
-                yield from self._chunk_tasks(request, chunk, verify=verify)
+    def _block_of(self, plan: LoadPlan, row: int) -> _Block:
+        chunks, ranges = plan.chunks, plan.ranges
+        chunk, start = ranges.chunk[row], ranges.start[row]
+        number = start // self._body.block_nbytes
+        tensor = chunks.tensor[chunk]
+        return _Block(
+            tensor=tensor,
+            chunk=chunks.number[chunk],
+            number=number,
+            dtype=DTYPES[self._body.dtypes[self._columns.dtype[tensor]]],
+            codec=chunks.codec[chunk],
+            file=chunks.file[chunk],
+            start=start,
+            nbytes=ranges.nbytes[row],
+            byte_offset=ranges.byte_offset[row],
+            stored_nbytes=ranges.stored_nbytes[row],
+            digest=chunks.first_block[chunk] + number,
+            frame=chunks.first_frame[chunk] + number,
+        )
 
-    def _chunk_tasks(self, request: Request, chunk: ChunkPlace, *, verify: bool) -> Iterator[Task]:
-        runs = copy_runs(chunk.box, request.box, request.row.dtype.itemsize)
-        src, dst, nbytes = next(runs)
-        if next(runs, None) is not None:
-            yield lambda: self._scatter(request, chunk, verify=verify)
+    def _read(self, plan: LoadPlan, into: Sequence[memoryview], read: int) -> None:
+        rows = plan.rows(read)
+        self.check_file(plan.ranges.file[rows[0]])
+        if len(rows) > 1:
+            self._read_together(plan, into, rows)
             return
-        size = self._body.block_nbytes
-        for number in range(src // size, (src + nbytes - 1) // size + 1):
-            block = self._block(request.tensor, request.row, chunk, number)
-            low = max(src, block.start)
-            high = min(src + nbytes, block.start + block.nbytes)
-            target = request.into[dst + low - src : dst + high - src]
-            yield self._run_task(block, low - block.start, target, verify=verify)
+        row = rows[0]
+        block, takers = self._block_of(plan, row), _takers(plan, into, row)
+        if row in plan.scattered:
+            one = plan.scattered[row]
+            self._read_runs(block, plan.copy(one), into[plan.copies.wanted[one]])
+        elif block.codec == RAW:
+            self._stream(block, takers, verify=plan.verify)
+        else:
+            data = self._decode(block, self._stored(block), verify=plan.verify)
+            _hand_out(data, block.start, takers)
 
-    def _run_task(self, block: _Block, start: int, target: memoryview, *, verify: bool) -> Task:
-        """Read a contiguous part of a block: straight to its place where nothing is in between."""
-        if block.chunk.codec == RAW and (len(target) == block.nbytes or not verify):
-            return lambda: self._read_raw(block, start, target, verify=verify)
+    def _read_together(
+        self, plan: LoadPlan, into: Sequence[memoryview], rows: Sequence[int]
+    ) -> None:
+        """Read small blocks of one file at once, and hand each out when it is verified."""
+        ranges = plan.ranges
+        begin, last = ranges.byte_offset[rows[0]], rows[-1]
+        end = ranges.byte_offset[last] + ranges.stored_nbytes[last]
+        buffer = memoryview(bytearray(end - begin))
+        self._fill(ranges.file[last], begin, buffer)
+        digests = self._digests_of(plan, rows) if plan.verify else itertools.repeat(b"")
+        for row, expected in zip(rows, digests, strict=False):
+            at = ranges.byte_offset[row] - begin
+            data = buffer[at : at + ranges.stored_nbytes[row]]
+            if plan.chunks.codec[ranges.chunk[row]] != RAW:
+                data = self._decode(self._block_of(plan, row), data, verify=plan.verify)
+            elif plan.verify and (actual := digest(data)) != expected:
+                block = self._block_of(plan, row)
+                raise self._mismatch("checksum_mismatch", block, expected, actual)
+            _hand_out(data, ranges.start[row], _takers(plan, into, row))
 
-        def copy() -> None:
-            target[:] = self._decoded(block, verify=verify)[start : start + len(target)]
+    def _digests_of(self, plan: LoadPlan, rows: Sequence[int]) -> Iterator[bytes]:
+        """Give the digests of blocks: neighbours in a file are so in the table too (R-9.13)."""
+        numbers = [self._digest_row(plan, row) for row in rows]
+        first, last = min(numbers), max(numbers)
+        near = last - first < 2 * len(rows)
+        table = self._columns.digests(first, last - first + 1) if near else b""
+        for number in numbers:
+            at = DIGEST_NBYTES * (number - first)
+            yield table[at : at + DIGEST_NBYTES] if near else self._columns.digests(number, 1)
 
-        return copy
+    def _digest_row(self, plan: LoadPlan, row: int) -> int:
+        number = plan.ranges.start[row] // self._body.block_nbytes
+        return plan.chunks.first_block[plan.ranges.chunk[row]] + number
 
-    def _batch_task(self, batch: list[_Small], *, verify: bool) -> Task:
-        def read() -> None:
-            file, begin, *_ = batch[0]
-            self.check_file(file)
-            end = batch[-1][1] + len(batch[-1][3].into)
-            buffer = memoryview(bytearray(end - begin))
-            self._fill(file, begin, buffer)
-            table = b""
-            if verify:  # neighbours in a file are neighbours in the table of digests (R-9.13)
-                table = self._columns.digests(batch[0][3].row.chunks[0].first_block, len(batch))
-            for number, (_, at, tensor, request) in enumerate(batch):
-                data = buffer[at - begin : at - begin + len(request.into)]
-                expected = table[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)]
-                if verify and digest(data) != expected:
-                    self._compare(self._block(tensor, request.row, request.row.chunks[0], 0), b"")
-                request.into[:] = data
+    def _read_runs(self, block: _Block, copy: Copy, into: memoryview) -> None:
+        """Read each run straight to its place, and nothing in between."""
+        for src, dst in copy.places():
+            at = block.byte_offset + src - block.start
+            self._fill(block.file, at, into[dst : dst + copy.run])
 
-        return read
+    def _stream(self, block: _Block, takers: Sequence[_Taker], *, verify: bool) -> None:
+        """Read a raw block piece by piece: straight to its place where nothing is in between."""
+        hasher = Hasher() if verify else None
+        scratch = memoryview(b"")
+        for start in range(0, block.nbytes, _PIECE):
+            nbytes = min(_PIECE, block.nbytes - start)
+            straight = _find_straight(takers, block.start + start, nbytes)
+            if straight is None:
+                scratch = scratch or memoryview(bytearray(nbytes))
+                piece = scratch[:nbytes]
+            else:
+                copy, into = straight
+                at = copy.dst + block.start + start - copy.src
+                piece = into[at : at + nbytes]
+            self._fill(block.file, block.byte_offset + start, piece)
+            if hasher is not None:
+                hasher.update(piece)
+            _hand_out(piece, block.start + start, [one for one in takers if one is not straight])
+        if hasher is not None:
+            self._compare(block, hasher.digest())
 
-    def _scatter(self, request: Request, chunk: ChunkPlace, *, verify: bool) -> None:
-        """Copy many short runs, block by block."""
-        size = self._body.block_nbytes
-        into = request.into
-        current, data = -1, memoryview(b"")
-        for src, dst, nbytes in copy_runs(chunk.box, request.box, request.row.dtype.itemsize):
-            at, end = src, src + nbytes
-            while at < end:
-                number, start = divmod(at, size)
-                if number != current:
-                    block = self._block(request.tensor, request.row, chunk, number)
-                    data = self._decoded(block, verify=verify)
-                    current = number
-                count = min(end - at, len(data) - start)
-                into[dst + at - src : dst + at - src + count] = data[start : start + count]
-                at += count
-
-    def _decoded(self, block: _Block, *, verify: bool) -> memoryview:
-        """Return the decoded bytes of a block."""
+    def _stored(self, block: _Block) -> memoryview:
         stored = memoryview(bytearray(block.stored_nbytes))
-        if block.chunk.codec == RAW:
-            self._read_raw(block, 0, stored, verify=verify)
-            return stored
-        self._fill(block.chunk.file, block.byte_offset, stored)
+        self._fill(block.file, block.byte_offset, stored)
+        return stored
+
+    def _decode(self, block: _Block, stored: memoryview, *, verify: bool) -> memoryview:
+        """Return the decoded bytes of a block, both forms compared with their digests."""
         if verify:
-            _, expected = self._columns.frame_rows(block.chunk.first_frame + block.number, 1)
+            _, expected = self._columns.frame_rows(block.frame, 1)
             if (actual := digest(stored)) != expected:
                 raise self._mismatch("stored_checksum_mismatch", block, expected, actual)
         try:
-            data = decode_block(stored, block.chunk.codec, block.row.dtype, block.nbytes)
+            data = decode_block(stored, block.codec, block.dtype, block.nbytes)
         except FormatError as error:
             raise self._undecodable(block, error) from None
         if verify:
             self._compare(block, digest(data))
         return memoryview(data)
-
-    def _read_raw(self, block: _Block, start: int, target: memoryview, *, verify: bool) -> None:
-        at = block.byte_offset + start
-        if not verify:
-            self._fill(block.chunk.file, at, target)
-            return
-        hasher = Hasher()
-        for begin in range(0, len(target), _PIECE):
-            piece = target[begin : begin + _PIECE]
-            self._fill(block.chunk.file, at + begin, piece)
-            hasher.update(piece)
-        self._compare(block, hasher.digest())
-
-    def _check_raw(self, block: _Block) -> None:
-        hasher = Hasher()
-        buffer = memoryview(bytearray(min(_PIECE, block.nbytes)))
-        for start in range(0, block.nbytes, _PIECE):
-            piece = buffer[: min(_PIECE, block.nbytes - start)]
-            self._fill(block.chunk.file, block.byte_offset + start, piece)
-            hasher.update(piece)
-        self._compare(block, hasher.digest())
 
     def _fill(self, file: int, byte_offset: int, target: memoryview) -> None:
         label = self._body.files[file].label
@@ -343,7 +331,7 @@ class BlockReader:
             ).error()
 
     def _compare(self, block: _Block, actual: bytes) -> None:
-        expected = self._columns.digests(block.chunk.first_block + block.number, 1)
+        expected = self._columns.digests(block.digest, 1)
         if actual != expected:
             raise self._mismatch("checksum_mismatch", block, expected, actual)
 
@@ -369,37 +357,42 @@ class BlockReader:
     def _describe(self, block: _Block) -> str:
         place = self._place(block)
         return (
-            f"block {block.number} of chunk {block.chunk.number} of {place['entry']} "
+            f"block {block.number} of chunk {block.chunk} of {place['entry']} "
             f"({place['where']}, bytes {place['byte_offset']}..{place['byte_end']})"
         )
 
     def _place(self, block: _Block) -> dict[str, Any]:
         return {
-            "where": self._body.files[block.chunk.file].label,
+            "where": self._body.files[block.file].label,
             "byte_offset": block.byte_offset,
             "byte_end": block.byte_offset + block.stored_nbytes,
             "entry": self._name_of(block.tensor),
-            "chunk": block.chunk.number,
+            "chunk": block.chunk,
             "block": block.number,
         }
 
 
-# A small tensor: data file, byte offset, index, request.
-_Small = tuple[int, int, int, Request]
+# How something of a chunk is carried, and where to.
+_Taker = tuple[Copy, memoryview]
 
 
-def _batches(small: list[_Small]) -> Iterator[list[_Small]]:
-    """Cut tensors in storage order into runs without gaps, of about 1 MiB."""
-    batch: list[_Small] = []
-    begin = end = 0
-    for entry in small:
-        file, at, _, request = entry
-        follows = bool(batch) and file == batch[-1][0] and at == end
-        if not follows or end - begin >= BATCH_NBYTES:
-            if batch:
-                yield batch
-            batch, begin = [], at
-        batch.append(entry)
-        end = at + len(request.into)
-    if batch:
-        yield batch
+def _takers(plan: LoadPlan, into: Sequence[memoryview], row: int) -> list[_Taker]:
+    """List who takes something from the chunk of a range."""
+    chunk = plan.ranges.chunk[row]
+    first = plan.chunks.first_copy[chunk]
+    copies = range(first, first + plan.chunks.copies[chunk])
+    return [(plan.copy(one), into[plan.copies.wanted[one]]) for one in copies]
+
+
+def _find_straight(takers: Sequence[_Taker], start: int, nbytes: int) -> _Taker | None:
+    """Return who takes a range of a chunk as it is, so that it can be read right there."""
+    for taker in takers:
+        copy, _ = taker
+        if not copy.levels and copy.src <= start and start + nbytes <= copy.src + copy.run:
+            return taker
+    return None
+
+
+def _hand_out(data: memoryview, start: int, takers: Iterable[_Taker]) -> None:
+    for copy, into in takers:
+        copy.move(data, start, into)

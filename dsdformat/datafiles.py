@@ -43,11 +43,12 @@ class ChunkJob:
         data: Where the bytes come from.
         name: The tensor's display name.
         key: The payload key, once planned.
-        file: The file, once planned; an index into this writer's files.
+        file: The file, once counted; an index into this writer's files.
         byte_offset, stored_nbytes: Where it lies, once written.
         digests: 32 bytes per block, once written.
         frames: Stored lengths of blocks; empty for raw chunks.
         frame_digests: 32 bytes per frame.
+        first_block, first_frame: Where they begin among those of the file, once counted.
         nbytes: Decoded length.
     """
 
@@ -66,6 +67,8 @@ class ChunkJob:
     digests: bytearray = field(default_factory=bytearray)
     frames: list[int] = field(default_factory=list)
     frame_digests: bytearray = field(default_factory=bytearray)
+    first_block: int = 0
+    first_frame: int = 0
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:

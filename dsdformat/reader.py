@@ -22,6 +22,7 @@ from dsdformat.format.packing import emit
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import Encoded, TensorRef, encode, encoded_key
 from dsdformat.garbage import paused_gc
+from dsdformat.plan.load_plan import BOUND, LoadPlan, Wanted
 from dsdformat.storage.base import Storage
 from dsdformat.tensors import TensorTable
 
@@ -208,7 +209,8 @@ class Checkpoint:
             ChecksumError: `checksum_mismatch`; what `into` holds is then undefined.
 
         Ranks: local.
-        Memory: `into`, plus one block per thread where blocks do not lie in it contiguously.
+        Memory: `into`, plus for each thread 512 KiB where pieces do not lie in it contiguously, or
+            one block, stored and decoded, where it is compressed.
         """
         return self.tensor(name).read(box, into=into, verify=verify)
 
@@ -227,9 +229,87 @@ class Checkpoint:
             ChecksumError: `checksum_mismatch`; what the buffers hold is then undefined.
 
         Ranks: local.
-        Memory: one block and 1 MiB per thread, and the chunk tables.
+        Memory: as `read_boxes`.
         """
         self.table.read_all(into, verify)
+
+    def plan_boxes(
+        self,
+        wanted: Sequence[Wanted],
+        *,
+        verify: bool | None = None,
+        bound: float = BOUND,
+    ) -> LoadPlan:
+        """Plan to read some boxes of any tensors together, and say what it costs.
+
+        Reads the chunk tables of these tensors, and no data. The plan can be carried out by
+        `read_boxes`, as often as wanted.
+
+        Args:
+            wanted: The boxes; of one tensor there may be several, and they may overlap.
+            verify: As in `read`.
+            bound: On bytes read over bytes wanted. Small pieces of one file that have others
+                between them are read together while that is kept. What verification or a codec
+                needs in whole blocks is read whatever the bound.
+
+        Raises:
+            ArgumentError: `box_out_of_bounds`, or `bad_argument` for strides that do not fit.
+
+        Ranks: local.
+        Memory: 150 bytes for each chunk that meets a box, and 48 for each block of those.
+        """
+        return self.table.plan([wanted], verify, bound)[0]
+
+    def plan_ranks(
+        self,
+        wanted: Sequence[Sequence[Wanted]],
+        *,
+        verify: bool | None = None,
+        bound: float = BOUND,
+    ) -> list[LoadPlan]:
+        """Plan what each of several ranks would read; each chunk table is decoded once.
+
+        Args:
+            wanted: For each rank its boxes.
+            verify, bound: As in `plan_boxes`.
+
+        Ranks: local.
+        Memory: as `plan_boxes`, for each rank.
+        """
+        return self.table.plan(wanted, verify, bound)
+
+    def read_boxes(
+        self,
+        wanted: Sequence[Wanted] | LoadPlan,
+        into: Sequence[Any],
+        *,
+        verify: bool | None = None,
+    ) -> LoadPlan:
+        """Read some boxes of any tensors together, each byte of the files at most once.
+
+        Large pieces go straight from the file to where they belong, if they are contiguous
+        there. A block that several boxes want some of is read and verified once.
+
+        Args:
+            wanted: The boxes, or a plan for them that this checkpoint made.
+            into: For each box a writable buffer: of exactly the box's bytes; or, for one with
+                strides, beginning at the first element and at least as long as they reach.
+            verify: As in `read`; a plan has its own.
+
+        Returns:
+            The plan that was carried out, which tells how much was read.
+
+        Raises:
+            ArgumentError: `box_out_of_bounds`, or `bad_argument` for what does not fit.
+            ChecksumError: `checksum_mismatch`; what the buffers hold is then undefined.
+
+        Ranks: local.
+        Memory: for each thread 1 MiB, or one block, stored and decoded, where it is compressed;
+            and that of `plan_boxes`.
+        """
+        plan = wanted if isinstance(wanted, LoadPlan) else self.plan_boxes(wanted, verify=verify)
+        self.table.run(plan, into)
+        return plan
 
     def content_digest(self) -> str:
         """Return the content digest of the state: values and tensors, whatever the layout.

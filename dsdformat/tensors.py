@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from dsdformat.blocks import BlockReader, Request, Workers
+from dsdformat.blocks import BlockReader, Workers
 from dsdformat.boxes import Box, flat_boxes, whole
 from dsdformat.errors import ArgumentError, Problem, raise_problems, shorten
 from dsdformat.format.bodies import find_body_problems
@@ -25,12 +25,15 @@ from dsdformat.format.paths import emit_name
 from dsdformat.format.values import encoded_key
 from dsdformat.garbage import paused_gc
 from dsdformat.limits import LEAF_NBYTES
+from dsdformat.plan.chunk_tables import ChunkTable, find_sound_table, table_of_row
+from dsdformat.plan.load_plan import BOUND, LoadPlan, LoadPlanner, Wanted
 from dsdformat.sections import ManifestFile
 from dsdformat.storage.base import Storage
 
 __all__ = ["TensorTable"]
 
 _CACHED_CHUNKS = 4096
+_Kept = TypeVar("_Kept")
 
 
 class TensorTable:
@@ -67,9 +70,8 @@ class TensorTable:
         raise_problems(list(self._reference_problems()))
         self.workers = Workers(threads)
         self.blocks = BlockReader(storage, self.body, self.columns, self.workers, self.name)
-        self._rows: dict[int, TensorRow] = {}
-        self._cached_chunks = 0
-        self._lock = threading.Lock()
+        self._rows: _Recent[TensorRow] = _Recent()
+        self._tables: _Recent[ChunkTable] = _Recent()
 
     def __len__(self) -> int:
         return self.columns.tensors
@@ -108,45 +110,81 @@ class TensorTable:
         row, problems = check_tensor(self.body, self.columns, index, self.name)
         raise_problems(problems or self._prefix_problems(index, row))
         assert row is not None
-        with self._lock:
-            self._cached_chunks += len(row.chunks)
-            if self._cached_chunks > _CACHED_CHUNKS:
-                self._rows.clear()
-                self._cached_chunks = len(row.chunks)
-            self._rows[index] = row
+        self._rows.keep(index, row, len(row.chunks))
         return row
+
+    def chunk_table(self, index: int) -> ChunkTable:
+        """Return a tensor's chunks, checked (R-18.1), without an object for each."""
+        if self.columns.chunk_count[index] == 1:
+            return table_of_row(self.row(index))
+        table = self._tables.get(index)
+        if table is None:
+            table = find_sound_table(self.body, self.columns, index, self.path(index))
+            table = table or table_of_row(self.row(index))
+            self._tables.keep(index, table, table.chunks)
+        return table
+
+    def plan(
+        self,
+        boxes: Sequence[Sequence[Wanted]],
+        verify: bool | None,
+        bound: float | None = BOUND,
+    ) -> list[LoadPlan]:
+        """Plan to read some lists of boxes, each by itself; see `Checkpoint.plan_boxes`."""
+        self._check_open()
+        wanted = self.verifies if verify is None else verify
+        planners = [LoadPlanner(self.body.block_nbytes, verify=wanted, bound=bound) for _ in boxes]
+        by_tensor: dict[int, dict[int, list[tuple[int, Wanted]]]] = {}
+        for planner, some in enumerate(boxes):
+            for number, one in enumerate(some):
+                by_tensor.setdefault(one.tensor, {}).setdefault(planner, []).append((number, one))
+        for index in sorted(by_tensor):
+            if not 0 <= index < len(self):
+                raise ArgumentError(f"there is no tensor {index}", code="bad_argument")
+            table = self.chunk_table(index)
+            for planner, pairs in by_tensor[index].items():
+                for _, (_, box, _) in pairs:
+                    if any(box.offset) or box.shape != table.shape:
+                        self._check_inside(index, box, table.shape)
+                planners[planner].add(index, table, pairs)
+        return [planner.finish() for planner in planners]
+
+    def run(self, plan: LoadPlan, into: Sequence[Any]) -> None:
+        """Read what was planned; see `Checkpoint.read_boxes`."""
+        self._check_open()
+        if len(into) != len(plan.room):
+            raise ArgumentError(
+                f"{len(into)} buffers for {len(plan.room)} boxes", code="bad_argument"
+            )
+        views = [
+            _writable(buffer, plan.room[number], longer=number in plan.strided)
+            for number, buffer in enumerate(into)
+        ]
+        self.blocks.run(plan, views)
 
     def read(self, index: int, box: Box | None, into: Any, verify: bool | None) -> memoryview:
         """Read a box; see `Checkpoint.read`."""
         self._check_open()
-        row = self.row(index)
-        box = whole(row.shape) if box is None else box
-        if not box.fits(row.shape):
-            raise ArgumentError(
-                f"box {box} is not inside of {self.name(index)} of shape {list(row.shape)}",
-                code="box_out_of_bounds",
-            )
-        view = _writable(into, box.numel * row.dtype.itemsize)
-        if len(view):
-            wanted = self.verifies if verify is None else verify
-            self.blocks.read(Request(index, row, box, view), verify=wanted)
+        if box is None:
+            box = whole(self.columns.shape(index))
+        (plan,) = self.plan([[Wanted(index, box)]], verify, bound=None)
+        view = _writable(into, plan.room[0])
+        self.blocks.run(plan, [view])
         return view
 
     def read_all(self, into: Sequence[Any] | Mapping[int, Any], verify: bool | None) -> None:
         """Read whole tensors; see `Checkpoint.read_all`."""
         self._check_open()
         if isinstance(into, Mapping):
-            wrong = [index for index in into if not 0 <= index < len(self)]
-            if wrong:
-                raise ArgumentError(f"there is no tensor {wrong[0]}", code="bad_argument")
             items = sorted(into.items())
         elif len(into) != len(self):
             raise ArgumentError(f"{len(into)} buffers for {len(self)} tensors", code="bad_argument")
         else:
             items = list(enumerate(into))
         with paused_gc():
-            requests = [self._request(index, buffer) for index, buffer in items]
-        self.blocks.read_many(requests, verify=self.verifies if verify is None else verify)
+            wanted = [Wanted(index, whole(self.columns.shape(index))) for index, _ in items]
+            (plan,) = self.plan([wanted], verify)
+        self.run(plan, [buffer for _, buffer in items])
 
     def map(self, index: int, *, writable: bool = False) -> memoryview:
         """Map a tensor; see `TensorEntry.map`."""
@@ -200,10 +238,12 @@ class TensorTable:
                 yield Problem("unknown_dtype", message, path=path, hint=hint)
         yield from self.decoded.disorder
 
-    def _request(self, index: int, into: Any) -> Request:
-        row = self.row(index)
-        box = whole(row.shape)
-        return Request(index, row, box, _writable(into, box.numel * row.dtype.itemsize))
+    def _check_inside(self, index: int, box: Box, shape: Sequence[int]) -> None:
+        if not box.fits(shape):
+            raise ArgumentError(
+                f"box {box} is not inside of {self.name(index)} of shape {list(shape)}",
+                code="box_out_of_bounds",
+            )
 
     def _leaves(self, index: int, row: TensorRow) -> Iterator[bytes]:
         if self._knows_leaves(row):
@@ -232,7 +272,30 @@ class TensorTable:
             raise ArgumentError(f"{self.storage.name} was closed", code="closed")
 
 
-def _writable(into: Any, nbytes: int) -> memoryview:
+class _Recent(Generic[_Kept]):
+    """What was looked up last, as long as it has no more than 4,096 chunks in all."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, _Kept] = {}
+        self._chunks = 0
+        self._lock = threading.Lock()
+
+    def get(self, index: int) -> _Kept | None:
+        """Return what was kept of a tensor."""
+        return self._found.get(index)
+
+    def keep(self, index: int, kept: _Kept, chunks: int) -> None:
+        """Keep this, and forget the rest if there is too much."""
+        with self._lock:
+            self._chunks += chunks
+            if self._chunks > _CACHED_CHUNKS:
+                self._found.clear()
+                self._chunks = chunks
+            self._found[index] = kept
+
+
+def _writable(into: Any, nbytes: int, *, longer: bool = False) -> memoryview:
+    """Return a buffer as bytes: of that length, or of any greater one if it may be longer."""
     if into is None:
         return memoryview(bytearray(nbytes))
     try:
@@ -243,7 +306,7 @@ def _writable(into: Any, nbytes: int) -> memoryview:
         ) from None
     if view.readonly or not view.c_contiguous:
         raise ArgumentError("into is not writable and contiguous", code="bad_argument")
-    if view.nbytes != nbytes:
+    if view.nbytes != nbytes and not (longer and view.nbytes > nbytes):
         raise ArgumentError(
             f"into has {view.nbytes} bytes, the box has {nbytes}", code="bad_argument"
         )

@@ -24,7 +24,7 @@ from dsdformat.format.bodies import is_label
 from dsdformat.format.codecs import CODECS, PLANES, RAW, ZSTD, can_compress
 from dsdformat.format.digests import digest
 from dsdformat.format.frame import emit_manifest
-from dsdformat.format.manifest import DataFile, SideFile, emit_body
+from dsdformat.format.manifest import DataFile, Mesh, SideFile, emit_body
 from dsdformat.format.paths import emit_name, render_path
 from dsdformat.format.values import Leaf, TensorRef, encode, encoded_key
 from dsdformat.garbage import paused_gc
@@ -43,7 +43,8 @@ from dsdformat.parts import (
     emit_sections,
     merge_parts,
     needed_features,
-    records_of,
+    part_of,
+    read_parts,
 )
 from dsdformat.sources import Data, Reference, TensorSource
 from dsdformat.storage.base import Target
@@ -89,6 +90,7 @@ class PartWriter:
         self._plans: list[FilePlan] = []
         self._adapt = adapt
         self._sources: list[TensorSource] = []
+        self._meshes: dict[int, tuple[Mesh, bool]] = {}
         self._done = False
 
     def add(self, state: Mapping[str, Any]) -> None:
@@ -165,18 +167,22 @@ class PartWriter:
             tree, tensors = self._plan_tensors()
             plans = plan_files(self._jobs, self._metadata, self._block_nbytes)
         labels = file_labels([plan.prefix for plan in plans], self._rank, self._world_size)
-        files = []
         self._plans = plans
-        for index, (plan, label) in enumerate(zip(plans, labels, strict=True)):
+        for plan, label in zip(plans, labels, strict=True):
             plan.label = label
             write_file(plan, self._target, self._block_nbytes, self._workers)
-            for job in plan.jobs:
-                job.file = index
-            files.append(self._data_file(plan))
-        with paused_gc():
-            records_of(self._jobs, tensors)
         self._workers.close()
-        return Part(tree, tensors, files, self._block_nbytes, self._world_size)
+        ordered = sorted(plans, key=lambda plan: plan.label)
+        with paused_gc():
+            return part_of(
+                self._jobs,
+                ordered,
+                tensors,
+                tree=tree,
+                files=[self._data_file(plan) for plan in ordered],
+                block_nbytes=self._block_nbytes,
+                world_size=self._world_size,
+            )
 
     def _plan_tensors(self) -> tuple[Any, list[TensorRecord]]:
         """Encode the state, number its tensors, and list the chunks to write."""
@@ -201,9 +207,7 @@ class PartWriter:
         self, source: TensorSource, number: int, path: tuple[Any, ...]
     ) -> TensorRecord:
         name = emit_name(path, encoded_key)
-        if source.layout and not all(
-            0 <= rank < self._world_size for rank in source.layout[0].ranks
-        ):
+        if source.layout is not None and self._is_beyond(source.layout[0]):
             raise ArgumentError(
                 f"{name}: the mesh has ranks beyond the {self._world_size} that write",
                 code="bad_argument",
@@ -216,7 +220,14 @@ class PartWriter:
             self._jobs.append(
                 ChunkJob(number, path, source.row, source.shape, box, codec, data, name)
             )
-        return TensorRecord(source.dtype, source.shape, source.layout, name)
+        return TensorRecord(source.dtype, source.shape, source.layout)
+
+    def _is_beyond(self, mesh: Mesh) -> bool:
+        """Whether a mesh has ranks that do not write; each object is looked at once."""
+        if id(mesh) not in self._meshes:
+            beyond = any(not 0 <= rank < self._world_size for rank in mesh.ranks)
+            self._meshes[id(mesh)] = mesh, beyond
+        return self._meshes[id(mesh)][1]
 
     def _codec_number(self, source: TensorSource, name: str) -> int:
         choice = source.codec
@@ -255,6 +266,7 @@ class Writer(PartWriter):
         super().__init__(target, **options)
         self._user = _text_map(user or {})
         self._sides: list[SideFile] = []
+        self._own: Part | None = None  # what `write` wrote
         self.root: str | None = None
 
     def __enter__(self) -> Writer:
@@ -308,8 +320,20 @@ class Writer(PartWriter):
         self._write_whole(label, [data])
         self._sides.append(SideFile(label, len(data), digest(data)))
 
+    def write(self) -> None:
+        """Write the data files of this rank, while others write theirs; `commit` ends it.
+
+        Raises:
+            UnsupportedValueError: before anything is written.
+            StorageError: the medium failed; call `abort`.
+
+        Ranks: coordinator only.
+        Memory: as `PartWriter.finish`.
+        """
+        self._own = self._write()
+
     def commit(self, parts: Sequence[bytes] = ()) -> str:
-        """Write what was added, merge the parts, and make the checkpoint exist.
+        """Write what was added if `write` did not, merge the parts, and make the checkpoint exist.
 
         Args:
             parts: What `PartWriter.finish` returned on the other ranks.
@@ -324,18 +348,19 @@ class Writer(PartWriter):
         Ranks: coordinator only.
         Memory: the merged chunk tables.
         """
-        self._check_open()
+        if self._own is None:
+            self._check_open()
         try:
             if len(parts) != self._world_size - 1:
                 raise MismatchError(
                     f"{len(parts)} parts of other ranks, expected {self._world_size - 1}",
                     code="chunks_incomplete",
                 )
-            own = self._write()
+            own = self._write() if self._own is None else self._own
+            self._own = None
             self._add_indexes()
             with paused_gc():
-                others = [Part.from_bytes(raw, rank + 1) for rank, raw in enumerate(parts)]
-                part = merge_parts([own, *others])
+                part = merge_parts([own, *read_parts(parts)])
                 check_complete(part)
             self.root = self._write_manifest(part)
             self._target.commit()
@@ -347,7 +372,7 @@ class Writer(PartWriter):
 
     def abort(self) -> None:
         """Remove what was written. The target is as it was."""
-        self._done = True
+        self._done, self._own = True, None
         self._workers.close()
         self._target.abort()
 

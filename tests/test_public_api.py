@@ -86,6 +86,7 @@ TORCH_NAMES = [
     "LoadReport",
     "Loaded",
     "Mismatch",
+    "PerRank",
     "Recipe",
     "broadcast",
     "consolidate",

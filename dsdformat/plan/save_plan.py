@@ -1,207 +1,293 @@
-"""Which rank writes which boxes: each element once, and about the same bytes on each rank.
+"""Which rank writes which boxes: every element once, evenly by bytes, without any communication.
 
-Pure, and without a word between ranks: all ranks that hold a tensor know how it is spread, and
-come to the same result. What several ranks hold goes to the one that has least to write, boxes
-with the fewest holders first, then the largest; a large one is cut, so that its holders share it.
-Ranks of another set, as those of another pipeline stage, may not be known, so bytes are counted
-for each set of ranks by itself.
+Pure. Each rank calls this with the tensors that it holds some of, in an order that all agree on,
+and finds its own share. Ranks that hold the same box find the same writer for it, since they
+reckon with the same tensors:
+
+- Tensors are taken by the set of ranks over which they are spread, the largest sets first. What a
+  rank has to write of tensors of a set counts for all sets that lie within it. All ranks of a set
+  know its tensors and those of sets around it; what only some know counts for nothing. So the
+  stages of a pipeline, which know nothing of each other, are each even in itself.
+- A box that one rank holds is written by it.
+- The others follow by the number of their holders, those with the fewest first; the largest box
+  first; each goes to the holder that has the least to write so far, of equal ones the lowest rank.
+- A box that would upset the balance is cut: by rows, into pieces of at least 16 MiB, and at least
+  a twentieth of what each of these ranks would have to write. A row is one of the outermost dim
+  in memory, and pieces are whole pages where rows allow it.
+- Boxes that overlap in part are cut into cells first; see `overlaps`.
+- A tensor without elements is written, as nothing, by the lowest rank of its set.
+
+The shares of all ranks differ by no more than the largest piece, a tenth or 32 MiB, if each box
+has all ranks of its set as holders; and as little as the rest allows if not.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dsdformat.boxes import Box, whole
 from dsdformat.limits import MIB
-from dsdformat.plan.mesh import Replicate
-from dsdformat.plan.sharding import FlatSharding, Held, MeshSharding, Sharding
+from dsdformat.plan.holders import Kind, Member, Numbers, RankNumbers, find_kinds
+from dsdformat.plan.overlaps import held_within
+from dsdformat.plan.sharding import Held, MeshSharding, Sharding
 
 __all__ = ["SPLIT_NBYTES", "plan_save"]
 
-SPLIT_NBYTES = 16 * MIB  # no part of a box that is cut is smaller
+SPLIT_NBYTES = 16 * MIB
+_SHARE = 20  # so that a box of a tenth of a rank's share is cut into two
+_PAGE_NBYTES = 4096
 
-Loads = np.ndarray[Any, np.dtype[np.int64]]
 
-
-def plan_save(tensors: Sequence[tuple[Sharding, int]], rank: int) -> list[list[Held]]:
-    """Return what one rank writes of each tensor.
+def plan_save(
+    tensors: Sequence[tuple[Sharding, int]], rank: int, *, piece_nbytes: int = SPLIT_NBYTES
+) -> list[list[Held]]:
+    """Choose what a rank writes.
 
     Args:
-        tensors: How each is spread, and bytes of an element; in the order that all ranks have.
-        rank: Global rank.
+        tensors: How each is spread, and bytes of one element; in the order that all ranks agree
+            on. Tensors that the rank holds nothing of make no difference.
+        rank: The global rank that asks.
+        piece_nbytes: Boxes are cut into pieces of no less.
 
     Returns:
-        For each tensor, boxes and where the shard of this rank has them.
+        For each tensor what of its shard the rank writes; none, mostly, of what others have too.
+        Of a tensor without elements, the one box is the whole of it.
 
-    Cost: one pass over the tensors, and for replicated ones over the ranks of their set.
+    Ranks: local. All holders of a box must call it alike.
+    Complexity: linear in the tensors; and, where ranks hold the same boxes, in the ranks.
     """
-    return _Plan(tensors, rank).run()
+    result: list[list[Held]] = [[] for _ in tensors]
+    groups = _find_groups(tensors, rank, result)
+    shards = _Shards(rank)
+    for at, group in enumerate(groups):
+        later = any(other.is_shared for other in groups[at + 1 :])
+        loads = np.zeros(len(group.ranks), np.int64)
+        for around in groups[:at]:
+            loads += around.loads_of(group.ranks)
+        share = _Share(group, rank, piece_nbytes, loads.copy())
+        for task in share.tasks(all_sets=later):
+            result[task.member.number] += _pieces(task, shards.of(task.member))
+        group.loads = share.loads - loads
+    return result
 
 
-class _Plan:
-    def __init__(self, tensors: Sequence[tuple[Sharding, int]], rank: int) -> None:
-        self.tensors = tensors
-        self.rank = rank
-        self.result: list[list[Held]] = [[] for _ in tensors]
-        self._loads: dict[tuple[int, ...], Loads] = {}
-        self._places: dict[tuple[int, ...], tuple[tuple[int, ...], Loads]] = {}
+class _Task(NamedTuple):
+    """One of some pieces of what a rank holds of a tensor."""
 
-    def run(self) -> list[list[Held]]:
-        known: dict[int, tuple[int, int]] = {}
-        keys = []
-        for number, (sharding, width) in enumerate(self.tensors):
-            if id(sharding) not in known:
-                known[id(sharding)] = sharding.copies(), math.prod(sharding.shape)
-            copies, numel = known[id(sharding)]
-            keys.append((copies, -numel * width, number))
-        for _, size, number in sorted(keys):
-            sharding, width = self.tensors[number]
-            if size == 0:
-                self._add_empty(number, sharding)
-            elif isinstance(sharding, MeshSharding):
-                self._add_mesh(number, sharding, width)
-            elif isinstance(sharding, FlatSharding):
-                self._add_flat(number, sharding, width)
-            else:
-                self._add_table(number, sharding)
-        return self.result
+    member: Member
+    piece: int = 0
+    pieces: int = 1
 
-    def _position(self, sharding: Sharding) -> int | None:
-        return sharding.ranks.index(self.rank) if self.rank in sharding.ranks else None
 
-    def _add_empty(self, number: int, sharding: Sharding) -> None:
-        if sharding.ranks[0] == self.rank:
-            box = whole(sharding.shape)
-            self.result[number].append(Held(box, box))
+@dataclass(slots=True)
+class _Group:
+    """Tensors that are spread over one set of ranks.
 
-    def _load_of(self, ranks: tuple[int, ...]) -> tuple[Loads, Loads]:
-        """Return the bytes of a set of ranks, and where in them each rank of this order is."""
-        if ranks not in self._places:
-            order = tuple(sorted(ranks))
-            at = {one: index for index, one in enumerate(order)}
-            self._places[ranks] = order, np.array([at[one] for one in ranks])
-        order, places = self._places[ranks]
-        if order not in self._loads:
-            self._loads[order] = np.zeros(len(order), np.int64)
-        return self._loads[order], places
+    Attributes:
+        ranks: Ascending.
+        kinds: By the number of holders.
+        loads: Bytes of them that each rank writes, once that is known.
+    """
 
-    def _add_mesh(self, number: int, sharding: MeshSharding, width: int) -> None:
-        loads, places = self._load_of(sharding.ranks)
-        shape = sharding.mesh_shape
-        axes = tuple(
-            axis for axis, one in enumerate(sharding.placements) if isinstance(one, Replicate)
-        )
-        axes = tuple(axis for axis in axes if shape[axis] > 1)
-        position = self._position(sharding)
-        held = [] if position is None else sharding.held(position)
-        parts = math.prod(size for axis, size in enumerate(shape) if axis not in axes)
-        nbytes = -(-math.prod(sharding.shape) * width // parts)  # of the box of each rank
-        if not axes:
-            loads[places] += nbytes
-            self.result[number].extend(held)
-            return
-        grid = loads[places].reshape(shape)
-        others = tuple(axis for axis in range(len(shape)) if axis not in axes)
-        coordinate = None if position is None else np.unravel_index(position, shape)
-        replicas = math.prod(shape[axis] for axis in axes)
-        pieces = max(1, min(replicas, nbytes // SPLIT_NBYTES))
-        for piece in range(pieces):
-            means = grid.sum(axis=others) if others else grid
-            chosen = np.unravel_index(int(means.argmin()), means.shape)
-            index: list[Any] = [slice(None)] * len(shape)
-            for axis, at in zip(axes, chosen, strict=True):
-                index[axis] = at
-            grid[tuple(index)] += nbytes // pieces
-            mine = coordinate is not None and all(
-                coordinate[axis] == at for axis, at in zip(axes, chosen, strict=True)
-            )
-            if mine:
-                cut = (part for one in held for part in _piece(one, pieces, piece))
-                self.result[number].extend(cut)
-        loads[places] = grid.reshape(-1)
+    ranks: tuple[int, ...]
+    kinds: list[Kind]
+    loads: Numbers | None = None
 
-    def _add_flat(self, number: int, sharding: FlatSharding, width: int) -> None:
-        loads, places = self._load_of(sharding.ranks)
-        holders: dict[int, list[int]] = {}
-        for position, piece in enumerate(sharding.pieces):
-            holders.setdefault(piece, []).append(position)
-        for positions in holders.values():
-            start, stop = sharding.local_range(positions[0])
-            if start == stop:
+    @property
+    def is_shared(self) -> bool:
+        """Whether some boxes have several holders."""
+        return any(kind.copies > 1 for kind in self.kinds)
+
+    def loads_of(self, ranks: Sequence[int]) -> Numbers:
+        """Return the loads of some ranks; zeros if the group does not have all of them."""
+        assert self.loads is not None
+        if not set(ranks) <= set(self.ranks):
+            return np.zeros(len(ranks), np.int64)
+        return self.loads[np.searchsorted(self.ranks, ranks)]
+
+
+class _Share:
+    """The share of one rank in a group.
+
+    Attributes:
+        loads: Bytes that each rank has to write so far.
+    """
+
+    def __init__(self, group: _Group, rank: int, piece_nbytes: int, loads: Numbers) -> None:
+        self.loads = loads
+        self._kinds = group.kinds
+        self._place = group.ranks.index(rank)
+        self._piece_nbytes = piece_nbytes
+
+    def tasks(self, *, all_sets: bool) -> Iterator[_Task]:
+        """List what the rank does.
+
+        Args:
+            all_sets: Whether the loads of all ranks must be known at the end.
+        """
+        for number, kind in enumerate(self._kinds):
+            rest = self._kinds[number + 1 :]
+            matters = all_sets or any(other.copies > 1 for other in rest)
+            mine = np.argwhere(kind.holders == self._place)
+            if kind.copies > 1:
+                yield from self._shared(kind, mine, all_sets=matters)
                 continue
-            chosen = min(positions, key=lambda one: (loads[places[one]], sharding.ranks[one]))
-            loads[places[chosen]] += (stop - start) * width
-            if sharding.ranks[chosen] == self.rank:
-                self.result[number].extend(sharding.held(chosen))
+            if matters:
+                np.add.at(self.loads, kind.holders[:, 0], kind.totals())
+            if len(mine):
+                yield from map(_Task, kind.members)
 
-    def _add_table(self, number: int, sharding: Sharding) -> None:
-        """Give each rank what no rank before it has; boxes may overlap in part."""
-        position = self._position(sharding)
-        if position is None:
-            return
-        before = [one.outer for p in range(position) for one in sharding.held(p)]
-        for held in sharding.held(position):
-            left = [held.outer]
-            for other in before:
-                left = [rest for box in left for rest in _without(box, other)]
-            self.result[number].extend(part for box in left for part in _held_part(held, box))
-
-
-def _piece(held: Held, pieces: int, piece: int) -> Iterator[Held]:
-    """Cut a box along its longest leading dim, and yield one of the parts."""
-    shape = held.outer.shape
-    dim = next((d for d, size in enumerate(shape) if size >= pieces), None)
-    if pieces == 1 or dim is None:
-        if piece == 0:
-            yield held
-        return
-    step = -(-shape[dim] // pieces)
-    low, high = min(piece * step, shape[dim]), min((piece + 1) * step, shape[dim])
-    if low < high:
-        yield Held(_rows(held.outer, dim, low, high), _rows(held.inner, dim, low, high))
+    def _shared(self, kind: Kind, mine: NDArray[np.intp], *, all_sets: bool) -> Iterator[_Task]:
+        """Give each box, or piece, to the holder that has the least to write, the largest first."""
+        nbytes = kind.nbytes()
+        piece_nbytes = max(self._piece_nbytes, int(nbytes.sum()) // kind.holders.size // _SHARE)
+        pieces = np.clip(nbytes.max(axis=1) // piece_nbytes, 1, kind.copies)
+        own, turn = mine[0].tolist() if len(mine) else (-1, -1)
+        for column in range(len(kind.holders)) if all_sets else ([own] if own >= 0 else []):
+            ranks = kind.holders[column]
+            each = nbytes[:, column] // pieces
+            order = np.argsort(-each, kind="stable")
+            items = zip(order.tolist(), each[order].tolist(), pieces[order].tolist(), strict=True)
+            heap = _Heap(self.loads[ranks].tolist())
+            for row, size, count in items:
+                if not nbytes[row, column]:
+                    continue
+                for piece in range(count):
+                    if heap.add(size) == turn and column == own:
+                        yield _Task(kind.members[row], piece, count)
+            self.loads[ranks] = heap.loads()
 
 
-def _rows(box: Box, dim: int, low: int, high: int) -> Box:
-    offset, shape = list(box.offset), list(box.shape)
-    offset[dim] += low
-    shape[dim] = high - low
-    return Box(tuple(offset), tuple(shape))
+class _Heap:
+    """The loads of some ranks: load and place as one number, the least in front."""
+
+    def __init__(self, loads: Sequence[int]) -> None:
+        self._count = len(loads)
+        self._heap = [load * self._count + place for place, load in enumerate(loads)]
+        heapq.heapify(self._heap)
+
+    def add(self, nbytes: int) -> int:
+        """Give that much to the rank with the least load, and return its place."""
+        first = self._heap[0]
+        heapq.heapreplace(self._heap, first + nbytes * self._count)
+        return first % self._count
+
+    def loads(self) -> list[int]:
+        """Return the loads by place."""
+        loads = [0] * self._count
+        for one in self._heap:
+            loads[one % self._count] = one // self._count
+        return loads
 
 
-def _without(box: Box, other: Box) -> Iterator[Box]:
-    """Cut a box out of another, and yield what is left."""
-    common = box.intersect(other)
-    if common is None:
-        yield box
-        return
-    for dim in range(len(box.shape)):
-        low, high = box.offset[dim], box.end[dim]
-        inner, outer = common.offset[dim], common.end[dim]
-        if low < inner:
-            yield _rows(box, dim, 0, inner - low)
-        if outer < high:
-            yield _rows(box, dim, outer - low, high - low)
-        box = _rows(box, dim, inner - low, outer - low)
+class _Shards:
+    """What a rank holds of tensors; equal tensors are looked at once."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._numbers = RankNumbers()
+        self._positions: dict[int, int] = {}
+        self._known: dict[tuple[Any, ...], list[Held]] = {}
+
+    def of(self, member: Member) -> list[Held]:
+        """Return what the rank holds of a tensor, or of a cell of it."""
+        sharding = member.sharding
+        number = self._numbers.of(sharding.ranks)
+        if number not in self._positions:
+            self._positions[number] = sharding.ranks.index(self._rank)
+        position = self._positions[number]
+        if isinstance(sharding, MeshSharding):
+            key = (number, sharding.mesh_shape, sharding.placements, sharding.shape)
+            if key not in self._known:
+                self._known[key] = sharding.held(position)
+            return self._known[key]
+        held = sharding.held(position)
+        if member.cell is None:
+            return held
+        box = member.cell.box
+        return held_within(next(one for one in held if box.intersect(one.outer) == box), box)
 
 
-def _held_part(held: Held, box: Box) -> Iterator[Held]:
-    """Return where a shard has parts of a box that it holds; rows of them in a flat shard."""
-    if box == held.outer:
-        yield held
-        return
-    offset = tuple(a - b for a, b in zip(box.offset, held.outer.offset, strict=True))
-    if len(held.inner.shape) == len(held.outer.shape) and len(box.shape) != 1:
-        at = tuple(a + b for a, b in zip(offset, held.inner.offset, strict=True))
-        yield Held(box, Box(at, box.shape))
-        return
-    start = held.inner.offset[0]
-    steps = [math.prod(held.outer.shape[dim + 1 :]) for dim in range(len(box.shape))]
-    for index in np.ndindex(*box.shape[:-1]):
-        first = sum(s * (o + i) for s, o, i in zip(steps, offset, (*index, 0), strict=True))
-        at = tuple(o + i for o, i in zip(box.offset, (*index, 0), strict=True))
-        row = Box(at, (*[1] * len(index), box.shape[-1]))
-        yield Held(row, Box((start + first,), (box.shape[-1],)))
+def _find_groups(
+    tensors: Sequence[tuple[Sharding, int]], rank: int, result: list[list[Held]]
+) -> list[_Group]:
+    """Put the tensors of a rank together by their sets of ranks, the largest sets first.
+
+    Those without elements have their writer at once.
+    """
+    members: dict[int, list[Member]] = {}
+    sets: dict[int, tuple[int, ...]] = {}
+    by_set: dict[tuple[int, ...], int] = {}
+    numbers = RankNumbers()
+    for number, (sharding, itemsize) in enumerate(tensors):
+        listed = numbers.of(sharding.ranks)
+        if listed not in sets:
+            sets[listed] = tuple(sorted(sharding.ranks))
+            by_set.setdefault(sets[listed], listed)
+        ranks = sets[listed]
+        if 0 in sharding.shape:
+            if rank == ranks[0]:
+                result[number].append(Held(whole(sharding.shape), whole(sharding.shape)))
+        else:
+            members.setdefault(by_set[ranks], []).append(Member(number, sharding, itemsize))
+    groups = [
+        _Group(sets[listed], find_kinds(some, sets[listed]))
+        for listed, some in members.items()
+        if rank in set(sets[listed])
+    ]
+    return sorted(groups, key=lambda group: (-len(group.ranks), group.ranks))
+
+
+def _pieces(task: _Task, held: Sequence[Held]) -> list[Held]:
+    """Return what the rank writes of each box."""
+    if task.pieces == 1:
+        return list(held)
+    return [
+        part
+        for one in held
+        for box in _cut_rows(one, task.member.itemsize, task.pieces)[task.piece]
+        for part in held_within(one, box)
+    ]
+
+
+def _cut_rows(held: Held, itemsize: int, count: int) -> list[list[Box]]:
+    """Cut a box by rows into lists of boxes, of about equal size."""
+    box = held.outer
+    dims = held.order or tuple(range(len(box.shape)))
+    if not dims:
+        return [[box], *([] for _ in range(count - 1))]
+    depth, outer = 0, 1
+    while depth < len(dims) - 1 and outer * box.shape[dims[depth]] < count:
+        outer *= box.shape[dims[depth]]
+        depth += 1
+    rows = box.shape[dims[depth]]
+    row_nbytes = itemsize * math.prod(box.shape[dim] for dim in dims[depth + 1 :])
+    parts = -(-count // outer)
+    ends = _cut_evenly(rows, parts, _PAGE_NBYTES // math.gcd(row_nbytes, _PAGE_NBYTES))
+    boxes = []
+    for index in itertools.product(*(range(box.shape[dim]) for dim in dims[:depth])):
+        for begin, end in itertools.pairwise(ends):
+            offset, shape = list(box.offset), list(box.shape)
+            for dim, at in zip(dims, index, strict=False):
+                offset[dim], shape[dim] = offset[dim] + at, 1
+            offset[dims[depth]] += begin
+            shape[dims[depth]] = end - begin
+            boxes.append(Box(tuple(offset), tuple(shape)))
+    cuts = [len(boxes) * at // count for at in range(count + 1)]
+    lists = (boxes[low:high] for low, high in itertools.pairwise(cuts))
+    return [[one for one in some if one.numel] for some in lists]
+
+
+def _cut_evenly(rows: int, parts: int, unit: int) -> list[int]:
+    """Return where parts end, from 0 on; whole units each, where a part has two and more."""
+    if rows < 2 * unit * parts:
+        unit = 1
+    return [rows * part // parts // unit * unit for part in range(parts)] + [rows]

@@ -2,17 +2,20 @@
 
 `save` files modules under canonical FQNs and optimizers by the names of their
 parameters; `load` compares everything first, then reads in place. Nothing is pickled, and nothing
-that a file holds is executed or imported. Files are written and read by one process; `gather`,
-`distribute` and `broadcast` move DTensors between ranks, and `state_dict` reads and sets states
-in any wrapping.
+that a file holds is executed or imported. On several ranks each writes and reads its own part;
+`gather`, `distribute` and `broadcast` move DTensors between ranks, and `state_dict` reads and sets
+states in any wrapping.
 """
 
 from __future__ import annotations
 
 from dsdformat.torch.broadcast import broadcast
 from dsdformat.torch.distribute import distribute
+from dsdformat.torch.flatten import FlattenParams, consolidate
 from dsdformat.torch.gather import gather
 from dsdformat.torch.load import load, load_model
+from dsdformat.torch.mapped import map_parameters
+from dsdformat.torch.per_rank import PerRank
 from dsdformat.torch.recipes import Recipe
 from dsdformat.torch.report import Cast, Loaded, LoadReport, Mismatch
 from dsdformat.torch.rng import rng_state, set_rng_state
@@ -21,15 +24,19 @@ from dsdformat.torch.snapshot import snapshot
 
 __all__ = [
     "Cast",
+    "FlattenParams",
     "LoadReport",
     "Loaded",
     "Mismatch",
+    "PerRank",
     "Recipe",
     "broadcast",
+    "consolidate",
     "distribute",
     "gather",
     "load",
     "load_model",
+    "map_parameters",
     "rng_state",
     "save",
     "set_rng_state",

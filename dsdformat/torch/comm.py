@@ -22,7 +22,7 @@ from dsdformat.format.digests import digest
 from dsdformat.format.packing import emit, parse
 from dsdformat.format.values import encode
 
-__all__ = ["Comm", "global_rank", "is_distributed", "run_together"]
+__all__ = ["Comm", "global_rank", "group_order", "is_distributed", "run_together"]
 
 T = TypeVar("T")
 _SIZE_NBYTES = 8
@@ -36,6 +36,11 @@ def is_distributed() -> bool:
 def global_rank() -> int:
     """Return the rank of this process in the default group; 0 without one."""
     return distributed.get_rank() if is_distributed() else 0
+
+
+def group_order(ranks: Sequence[int]) -> Any:
+    """Order groups of ranks, so that ranks of several take their turns in one order."""
+    return -len(ranks), sorted(ranks)
 
 
 class Comm:
@@ -220,6 +225,21 @@ class Comm:
         self._all_gather(parts, padded)
         for rank in senders:
             yield rank, parts[rank][: sizes[rank]]
+
+    def collect(self, raw: bytes) -> list[bytes]:
+        """Return what each rank passed, on rank 0; nothing on others.
+
+        Ranks: collective over the group.
+        Memory: on rank 0, what all passed.
+        """
+        if self.world_size == 1:
+            return [raw]
+        own = torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8)[: len(raw)]
+        sizes = self._sizes(len(raw))
+        sent = [len(raw), *[0] * (self.world_size - 1)]
+        taken = sizes if self.is_coordinator else [0] * self.world_size
+        parts = self.exchange(own.to(self.device), sent, taken)
+        return [part.cpu().numpy().tobytes() for part in parts] if self.is_coordinator else []
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Give all ranks the bytes of one.

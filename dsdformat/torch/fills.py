@@ -14,8 +14,7 @@ import torch
 
 from dsdformat.torch.broadcast import fill_from_first
 from dsdformat.torch.comm import Comm
-from dsdformat.torch.fsdp1 import Member, Unit
-from dsdformat.torch.fsdp1_optim import Joined
+from dsdformat.torch.fsdp1_state import Joined
 from dsdformat.torch.install_optim import Maker
 from dsdformat.torch.redistribute import copy_all
 from dsdformat.torch.routes import Form
@@ -29,15 +28,7 @@ Path = Sequence[Any]
 class Fills:
     """Pairs of a tensor that is given and one that is filled."""
 
-    def __init__(self, members: Mapping[int, Member], units: Sequence[Unit]) -> None:
-        """Begin.
-
-        Args:
-            members: Parameters that lie in flat shards, by their ids.
-            units: Flat parameters of FSDP1.
-        """
-        self._members = members
-        self._pieces = {id(unit.flat): unit.piece for unit in units}
+    def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._targets: dict[str, Any] = {}
 
@@ -51,11 +42,11 @@ class Fills:
     ) -> Maker:
         """Plan where a value goes: into a live tensor that is alike, else into a new one."""
         if isinstance(value, Joined):
-            return self._fit_joined(value, live, parameter)
+            own = value.own(live)
+            for shard_of, part in value.parts:
+                self._add(part, shard_of(own))
+            return lambda: own
         if is_tensor(value):
-            member = self._members.get(id(parameter))
-            if member is not None and value.dim() and value.shape == member.sharding.shape:
-                return self._fit_member(member, value, live, parameter)
             target = self._target(value, live, device, parameter)
             self._add(value, target)
             return lambda: target
@@ -99,27 +90,6 @@ class Fills:
             key = str(len(self._values))
             self._values[key] = value
             self._targets[key] = target
-
-    def _fit_member(
-        self, member: Member, value: Any, live: Any, parameter: torch.Tensor | None
-    ) -> Maker:
-        assert parameter is not None
-        own = parameter.detach()
-        if _is_alike(live, own.shape, value.dtype):
-            own = live
-        else:
-            own = torch.empty_like(own, dtype=value.dtype)
-        self._add(value, member.as_shard(own))
-        return lambda: own
-
-    def _fit_joined(self, value: Joined, live: Any, parameter: torch.Tensor | None) -> Maker:
-        piece = self._pieces[id(parameter)]
-        own = live
-        if not _is_alike(live, piece.shape, value.dtype):
-            own = torch.zeros_like(piece, dtype=value.dtype)
-        for member, part in value.parts:
-            self._add(part, member.shard_of(own))
-        return lambda: own
 
     def _target(
         self,

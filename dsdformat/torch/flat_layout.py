@@ -85,11 +85,24 @@ class FlatLayout:
 
     def under(self, prefix: str) -> FlatLayout:
         """Return this layout with all names under a prefix, which ends in a dot or is empty."""
+        names = [[prefix + name for name in names] for names in self.all_names().values()]
+        return self.named(names, prefix + self.name)
+
+    def named(self, names: Sequence[Sequence[str]], name: str | None = None) -> FlatLayout:
+        """Return this layout with other names.
+
+        Args:
+            names: For each parameter its name, and its aliases.
+            name: Of the flat parameter; as it is if None.
+
+        Raises:
+            ArgumentError: `bad_argument`: a name is there twice.
+        """
         return FlatLayout(
-            prefix + self.name,
-            tuple(prefix + name for name in self.names),
+            self.name if name is None else name,
+            tuple(one[0] for one in names),
             self.shapes,
-            tuple((prefix + alias, prefix + name) for alias, name in self.aliases),
+            tuple((alias, one[0]) for one in names for alias in one[1:]),
         )
 
     def to_value(self) -> dict[str, Any]:

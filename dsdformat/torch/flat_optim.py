@@ -8,55 +8,31 @@ is neither belongs to no parameter alone, and is refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from dsdformat.errors import ArgumentError, MismatchError, UnsupportedValueError, shorten
+from dsdformat.format.paths import render_path
 from dsdformat.torch.buffers import as_bits
-from dsdformat.torch.compat import find_wrapped
+from dsdformat.torch.flat_find import find_layouts
 from dsdformat.torch.flat_layout import FlatLayout, pack
-from dsdformat.torch.flatten import FlattenParams
 
-__all__ = ["cut_state", "find_layouts", "join_state"]
+__all__ = ["cut_state", "find_layouts", "holds_large", "is_cut", "join_state"]
 
 STEP = "step"  # a number, also where a parameter is one
 
 
-def find_layouts(module: nn.Module) -> dict[int, FlatLayout]:
-    """Return the layouts of all flat parameters of a module, with FQNs in that module.
-
-    Returns:
-        Layouts by the id of the flat parameter, also of wrappers that are unflattened now.
-    """
-    result: dict[int, FlatLayout] = {}
-    for one, layout in _layouts(module, ""):
-        result.setdefault(one, layout)
-    return result
-
-
-def _layouts(module: nn.Module, prefix: str) -> Iterator[tuple[int, FlatLayout]]:
-    if isinstance(module, FlattenParams):
-        for flat, layout in zip(module.flat_params, module.layouts, strict=True):
-            yield id(flat), layout.under(prefix)
-        yield from _layouts(module.module, prefix)
-        return
-    wrapped = find_wrapped(module)
-    if wrapped is not None:
-        yield from _layouts(wrapped[1], prefix)
-        return
-    for name, child in module.named_children():
-        yield from _layouts(child, f"{prefix}{name}.")
-
-
-def cut_state(layout: FlatLayout, state: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:
+def cut_state(
+    layout: FlatLayout, state: Mapping[Any, Any], place: Sequence[Any] = ()
+) -> dict[str, dict[Any, Any]]:
     """Return the entries that each parameter in a flat one has in an optimizer's state.
 
     Args:
         layout: Of the flat parameter.
         state: What the optimizer has for it: `optimizer.state[flat_parameter]`.
+        place: Where it lies in a state that is saved, for messages.
 
     Returns:
         For each of `layout.names` its entries: views of the tensors in `state`, and copies of the
@@ -72,11 +48,11 @@ def cut_state(layout: FlatLayout, state: Mapping[Any, Any]) -> dict[str, dict[An
     result: dict[str, dict[Any, Any]] = {name: {} for name in layout.names}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and key != STEP and value.shape == (layout.numel,):
-            parts: list[Any] = layout.cut(value.detach())
-        elif not any(map(_is_large, _tensors(value))):
+            parts: list[Any] = layout.cut(value.detach().contiguous())
+        elif not holds_large(value):
             parts = [copy.deepcopy(value) for _ in layout.names]
         else:
-            _refuse(layout, key, value)
+            _refuse(layout, key, value, place)
         for name, part in zip(layout.names, parts, strict=True):
             result[name][key] = part
     return result
@@ -132,13 +108,13 @@ def _entries(
 def _joined(layout: FlatLayout, key: Any, values: Mapping[str, Any], like: Any) -> Any:
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
     first_name, first = next(iter(values.items()))
-    if _is_cut(key, values, shapes, like, layout):
+    if is_cut(layout, key, values, like):
         kinds = {(value.dtype, value.device): name for name, value in values.items()}
         if len(kinds) > 1:
             each = ", ".join(f"{name}: {kind[0]} on {kind[1]}" for kind, name in kinds.items())
             _mismatch(layout, f"{shorten(key)} is not of one kind: {each}")
         return pack(list(values.values()))
-    if any(_is_large(tensor) for value in values.values() for tensor in _tensors(value)):
+    if any(map(holds_large, values.values())):
         for name, value in values.items():
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else shorten(value)
             if shape != shapes[name]:
@@ -152,9 +128,16 @@ def _joined(layout: FlatLayout, key: Any, values: Mapping[str, Any], like: Any) 
     return copy.deepcopy(first)
 
 
-def _is_cut(
-    key: Any, values: Mapping[str, Any], shapes: Mapping[str, Any], like: Any, layout: FlatLayout
-) -> bool:
+def is_cut(layout: FlatLayout, key: Any, values: Mapping[str, Any], like: Any = None) -> bool:
+    """Whether values of parameters in a flat one are parts of one tensor of its shape.
+
+    Args:
+        layout: Of the flat parameter.
+        key: What the values are called.
+        values: By the names of parameters.
+        like: What the flat one has, or will have; see `join_state`.
+    """
+    shapes = dict(zip(layout.names, layout.shapes, strict=True))
     if key == STEP or not all(
         isinstance(value, torch.Tensor) and tuple(value.shape) == shapes[name]
         for name, value in values.items()
@@ -176,8 +159,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _is_large(tensor: torch.Tensor) -> bool:
-    return tensor.numel() != 1
+def holds_large(value: Any) -> bool:
+    """Whether a value holds a tensor that is more than a number, or none."""
+    return any(tensor.numel() != 1 for tensor in _tensors(value))
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -187,11 +171,13 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _refuse(layout: FlatLayout, key: Any, value: Any) -> NoReturn:
+def _refuse(layout: FlatLayout, key: Any, value: Any, place: Sequence[Any]) -> NoReturn:
     what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shorten(value)
+    path = render_path([*place, layout.name, key])
     raise UnsupportedValueError(
-        f"{shorten(key)} of {layout.name} is {what}, which cannot be cut into what its "
+        f"{path}: {shorten(key)} of {layout.name} is {what}, which cannot be cut into what its "
         f"{len(layout.names)} parameters have",
+        path_in_tree=path,
         hint="use an optimizer that works element by element, or one over parameters that are "
         "not flat",
     )

@@ -128,6 +128,11 @@ class FlattenParams(nn.Module):
         return self.flat_params[0]
 
     @property
+    def original_params(self) -> tuple[tuple[nn.Parameter, ...], ...]:
+        """For each flat parameter the parameters in it, as objects: state dicts have these."""
+        return tuple(tuple(members.parameters) for members in self._members)
+
+    @property
     def is_flattened(self) -> bool:
         """Whether the modules inside have views, and not parameters."""
         return not self._plain

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsdformat.torch.buffers import empty
-from dsdformat.torch.comm import Comm
+from dsdformat.torch.comm import Comm, group_order
 from dsdformat.torch.exchange import exchange, share
 from dsdformat.torch.routes import BUCKET_NBYTES, Form, Routes, Spread
 from dsdformat.torch.sharding import (
@@ -56,7 +56,7 @@ def gather(
             result[name] = tensor.detach()
         else:
             meshes.setdefault(sharding_of(tensor).ranks, {})[name] = tensor
-    for ranks, group in meshes.items():
+    for ranks, group in sorted(meshes.items(), key=lambda item: group_order(item[0])):
         comm = Comm.of_ranks(ranks, process_groups(group.values()))
         receiver = None if to is None else comm.ranks.index(ranks[to])
         result.update(_gather(comm, group, receiver, device, bucket_nbytes))

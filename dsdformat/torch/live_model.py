@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from dsdformat.torch import fsdp1
-from dsdformat.torch.capture import module_entries
 from dsdformat.torch.comm import Comm, is_distributed
 from dsdformat.torch.compat import is_replicated
+from dsdformat.torch.flat_find import find_flats
+from dsdformat.torch.flatten import derived_tensors
 from dsdformat.torch.fqn import EXTRA_STATE, named_modules, named_tensors, unwrapped
 from dsdformat.torch.introspect import own_method
 from dsdformat.torch.meeting import meet
+from dsdformat.torch.module_entries import versioned_entries
 from dsdformat.torch.sharding import FlatShard, is_spread, is_tensor, process_groups, sharding_of
 
 __all__ = ["Entry", "LiveModel", "is_extra", "is_placed"]
@@ -47,6 +49,7 @@ class LiveModel:
         Ranks: see `fsdp1.find_units`.
         """
         self.model = model
+        self.versions: Any = None  # of its modules, as the last state dict had them
         self._group = group
         self._timeout = timeout
         self.units = fsdp1.find_units(model)
@@ -63,9 +66,14 @@ class LiveModel:
 
     def _tensors(self) -> dict[str, Any]:
         flats = {id(unit.flat) for unit in self.units}
+        held = {key: flat for key, flat in find_flats(self.model).items() if flat.members}
         result: dict[str, Any] = {
-            name: tensor for name, tensor in named_tensors(self.model) if id(tensor) not in flats
+            name: tensor
+            for name, tensor in named_tensors(self.model)
+            if id(tensor) not in flats and id(tensor) not in held
         }
+        for flat in held.values():
+            result.update(flat.named_members())
         for unit in self.units:
             for member in unit.members:
                 result.update(dict.fromkeys(member.names, member.shard_of(unit.piece)))
@@ -73,10 +81,10 @@ class LiveModel:
 
     def entries(self) -> list[Entry]:
         """Return what the model's state dict has, in the order of an unwrapped model."""
-        if not self.units:
-            return module_entries(self.model)
         with fsdp1.plain_hooks(self.model):
-            entries = module_entries(self.model)
+            entries, self.versions = versioned_entries(self.model)
+        if not self.units:
+            return entries
         flats = {id(unit.flat) for unit in self.units}
         dtypes = fsdp1.buffer_dtypes(self.model)
         rows: dict[str, Entry] = {}
@@ -121,20 +129,28 @@ class LiveModel:
 
     def hidden(self) -> list[str]:
         """List the names of what is on meta and in no state dict, as buffers may be."""
+        known = derived_tensors(self.model)
         everything = named_tensors(self.model, persistent=False)
-        return [name for name, one in everything if one.is_meta and name not in self.tensors]
+        return [
+            name
+            for name, one in everything
+            if one.is_meta and name not in self.tensors and id(one) not in known
+        ]
 
     def registered(self, name: str, value: Any) -> Any:
-        """Return what a module has under this name; None where a flat parameter has it."""
-        if not isinstance(value, FlatShard):
-            return self.tensors.get(name, value)
-        return self._parameters.get(name)
+        """Return a value, or the parameter whose shard it is; None where that is a flat one's."""
+        return self._parameters.get(name) if isinstance(value, FlatShard) else value
 
     def hand_over(self, raw: OrderedDict[str, Any]) -> None:
         """Let the model's own `load_state_dict` see what was set, for its hooks and extra state."""
         load = own_method(unwrapped(self.model), "load_state_dict")
         with fsdp1.plain_hooks(self.model):
             load(raw, strict=False)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks have shards of it, so that reading all of it is collective."""
+        return any(is_spread(tensor) for tensor in self.tensors.values())
 
     def comm(self, default: Comm) -> Comm:
         """Return the ranks that hold the model together: those of its meshes, or of DDP.

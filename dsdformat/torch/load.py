@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
@@ -13,10 +15,12 @@ from dsdformat.errors import DsdError
 from dsdformat.folders import PathLike
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.builder import Builder, Form
+from dsdformat.torch.comm import Comm
 from dsdformat.torch.introspect import as_mapping
 from dsdformat.torch.loading import Loading
 from dsdformat.torch.moves import fill
 from dsdformat.torch.options import ByName, Device, LoadOptions, as_device
+from dsdformat.torch.per_rank import chosen
 from dsdformat.torch.recipes import RECIPES, Recipe, build, find_recipe
 from dsdformat.torch.report import Loaded
 from dsdformat.torch.rng import rng_state, set_rng_state
@@ -69,6 +73,8 @@ def load(
     verify: bool = ...,
     digest: str | None = ...,
     threads: int | None = ...,
+    group: Any = ...,
+    alone: bool = ...,
 ) -> Loaded: ...
 
 
@@ -87,12 +93,17 @@ def load(  # noqa: PLR0913
     verify: bool = True,
     digest: str | None = None,
     threads: int | None = None,
+    group: Any = None,
+    alone: bool = False,
 ) -> dict[str, Any]:
     """Load a checkpoint into modules, optimizers and tensors, or as a plain nested state.
 
     With a state, everything is compared first: names, shapes, dtypes. Only then are tensors read,
     into the memory that the state's own tensors have; parameters stay the objects that optimizers
     and others hold, tied ones stay tied. Without one, new tensors are made.
+
+    On several ranks, all of them load into a state together, however it was saved: of DTensors, and
+    of what lies in flat shards of FSDP1, each rank reads the bytes of its own shard.
 
     Args:
         path: The checkpoint's folder.
@@ -116,6 +127,8 @@ def load(  # noqa: PLR0913
         verify: Whether to compare data with its digests; also for maps, which are read once then.
         digest: The root digest that the checkpoint must have.
         threads: How many threads read; up to 8 if None.
+        group: The process group of the ranks that load together; the default one if None.
+        alone: Whether this rank loads by itself, as others do not make this call.
 
     Names are display names, as `dsd ls` prints them: `model/layers.0.weight`. In a glob, `*` also
     matches `/`, and the name of a branch means all that is below it.
@@ -130,19 +143,31 @@ def load(  # noqa: PLR0913
         UnsupportedValueError: a dtype that this torch lacks, or a type that is not in `types`.
         FormatError: the checkpoint is damaged; see `dsdformat.open`. After `checksum_mismatch`,
             tensors of the state may hold part of what was read.
+        DistributedError: `rank_failed`, on every rank, with the cause of each rank that failed.
 
-    Ranks: local.
+    Ranks: collective over the group with a state; local without one, and if `alone`.
     Memory: new tensors, and one block per thread; 32 MiB more where tensors of the state are not
     contiguous, not on the CPU or of another dtype.
     """
     options = LoadOptions.of(strict, device, dtype, rename, select, mmap, types)
-    template = None if state is None else as_mapping(state)
-    with folders.open(path, verify=verify, digest=digest, threads=threads) as checkpoint:
-        tree, moved = renamed(read_tree(checkpoint), options.renames)
-        if template is None:
+    opened = functools.partial(folders.open, path, verify=verify, digest=digest, threads=threads)
+    if state is None:
+        with opened() as checkpoint:
+            tree, _ = renamed(read_tree(checkpoint), options.renames)
             options.selection.check_used([display(place) for place, _ in leaves(tree)])
             return _load_plain(checkpoint, tree, options)
-        return Loading(checkpoint, tree, template, options, moved).run()
+    comm = Comm.alone() if alone else Comm(group)
+    with contextlib.ExitStack() as stack:
+        with comm.together("load"):
+            template = as_mapping(state)
+            checkpoint = stack.enter_context(opened())
+            tree, moved = renamed(read_tree(checkpoint), options.renames)
+            tree, template = chosen(tree, template, comm.rank)
+            loading = Loading(checkpoint, tree, template, options, moved)
+            loading.check()
+        loading.prepare()
+        with comm.together("load"):
+            return loading.run()
 
 
 def load_model(
@@ -202,6 +227,7 @@ def load_model(
             module = _built(recipe, registry, target)
             assert module is not None
             loading = compared(module)
+        loading.check()
         loading.run()
         assert module is not None
         return module

@@ -9,6 +9,7 @@ from typing import Any
 
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.builder import Builder, Form
+from dsdformat.torch.fsdp1 import reshard
 from dsdformat.torch.introspect import Kind, holds_leaves, kind_of
 from dsdformat.torch.memory import Memory
 from dsdformat.torch.moves import fill
@@ -73,7 +74,7 @@ def _with_live(value: Any) -> Any:
 
 
 class Loading:
-    """Loads a tree into a state: compared when made, carried out by `run`."""
+    """Loads a tree into a state: compared when made, carried out by `check` and `run`."""
 
     def __init__(
         self,
@@ -113,11 +114,34 @@ class Loading:
                 for task in self._tasks[kind]:
                     self._place(kind, task)
 
-    def run(self) -> Loaded:
-        """Check, read, and put everything in its place."""
+    def check(self) -> None:
+        """Raise if something does not fit; nothing was changed.
+
+        Raises:
+            MismatchError: `state_mismatch`.
+            EntryNotFoundError: nothing is selected.
+
+        Ranks: local.
+        """
         if not self.plan.selection.met:
             self.plan.selection.check_used(self._names)
         self.plan.report.check(self._options.strict)
+
+    def prepare(self) -> None:
+        """Let go of flat parameters of FSDP1 that are gathered at the moment.
+
+        Ranks: collective over their process groups, if there are any.
+        """
+        for kind in (Kind.MODULE, Kind.MODULES):
+            for task in self._tasks[kind]:
+                for module in [task.live] if kind is Kind.MODULE else task.live:
+                    reshard(module)
+
+    def run(self) -> Loaded:
+        """Read what was checked, and put everything in its place.
+
+        Ranks: local.
+        """
         for moves in self.plan.moves():
             fill(self._checkpoint, moves)
         self.plan.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,40 +23,60 @@ class Memory:
     """The memory of the modules and tensors of a state, and of what is claimed beside it."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self._spans: dict[int, list[tuple[Span, int | None]]] = {}  # by storage
+        self._owners: dict[tuple[int, Span], int | None] = {}  # what lies where, and from what
+        self._taken: dict[int, _Spans] = {}  # by storage
         for tensor in _tensors(state, 0):
             grad = None if is_lazy(tensor) or not tensor.is_leaf else tensor.grad
             for one in (tensor, grad):
                 if one is not None and _has_memory(one):
-                    storage, span = _span(one)
-                    self._spans.setdefault(storage, []).append((span, None))
+                    self._take(one, None)
 
-    def assign(self, tensor: torch.Tensor, index: int) -> None:
+    def assign(self, tensor: Any, index: int) -> None:
         """Note which stored tensor one of the state's own tensors gets."""
         if _has_memory(tensor):
-            storage, span = _span(tensor)
-            spans = self._spans.setdefault(storage, [])
-            if (span, None) in spans:
-                spans.remove((span, None))
-            spans.append((span, index))
+            self._take(tensor, index)
 
-    def claim(self, tensor: torch.Tensor, index: int) -> bool:
+    def claim(self, tensor: Any, index: int) -> bool:
         """Claim the memory of a tensor for a stored tensor; return whether it may be read into.
 
         It may not if anything else lies there. The same tensor may be claimed again for the same
         stored one.
         """
-        if not _has_memory(tensor) or not tensor.numel():
-            return not tensor.numel()
+        if not _has_memory(tensor) or not local_of(tensor).numel():
+            return not local_of(tensor).numel()
         storage, span = _span(tensor)
-        spans = self._spans.setdefault(storage, [])
-        for other, owner in spans:
-            if other == span and owner == index:
-                return True
-            if other[0] < span[1] and span[0] < other[1]:
-                return False
-        spans.append((span, index))
+        if (storage, span) in self._owners:
+            return self._owners[storage, span] == index
+        if self._taken.setdefault(storage, _Spans()).meets(span):
+            return False
+        self._take(tensor, index)
         return True
+
+    def _take(self, tensor: Any, index: int | None) -> None:
+        storage, span = _span(tensor)
+        self._owners[storage, span] = index
+        self._taken.setdefault(storage, _Spans()).add(span)
+
+
+class _Spans:
+    """Ranges of bytes, united where they meet."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def meets(self, span: Span) -> bool:
+        """Whether any byte of a range is taken."""
+        at = bisect.bisect_right(self._ends, span[0])
+        return at < len(self._starts) and self._starts[at] < span[1]
+
+    def add(self, span: Span) -> None:
+        """Take a range."""
+        first = bisect.bisect_left(self._ends, span[0])
+        last = bisect.bisect_right(self._starts, span[1])
+        start = min([span[0], *self._starts[first:last][:1]])
+        end = max([span[1], *self._ends[first:last][-1:]])
+        self._starts[first:last], self._ends[first:last] = [start], [end]
 
 
 def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
@@ -70,8 +91,8 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
             yield from _tensors(item, depth + 1)
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    if is_lazy(tensor) or tensor.is_nested:
+def _has_memory(tensor: Any) -> bool:
+    if isinstance(tensor, torch.Tensor) and (is_lazy(tensor) or tensor.is_nested):
         return False
     local = local_of(tensor)
     return (
@@ -81,7 +102,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     )
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, Span]:
+def _span(tensor: Any) -> tuple[int, Span]:
     local = local_of(tensor)
     width = local.element_size()
     first = int(local.storage_offset()) * width

@@ -17,7 +17,7 @@ from dsdformat.format.digests import Hasher
 from dsdformat.torch import fsdp1
 from dsdformat.torch.broadcast import fill_from_first
 from dsdformat.torch.buffers import data_of
-from dsdformat.torch.comm import Comm
+from dsdformat.torch.comm import Comm, group_order
 from dsdformat.torch.dtypes import torch_dtype
 from dsdformat.torch.gather import gather
 from dsdformat.torch.live_model import Entry, LiveModel, is_placed
@@ -34,6 +34,7 @@ __all__ = [
     "form_of",
     "from_form",
     "get_model",
+    "is_nothing",
     "set_model",
 ]
 
@@ -59,8 +60,8 @@ def get_model(live: LiveModel, *, full: bool, offload: bool) -> dict[str, Any]:
     Ranks: collective over the group, if `full` or with FSDP1; else local.
     """
     entries = {name: value for _, name, value in live.entries()}
-    comm = live.comm(Comm.alone())
-    if full or live.units:
+    comm = live.comm(Comm())
+    if live.is_spread and (full or live.units):
         live.meet(comm, "get_model_state_dict")
     if full and any(is_spread(value) for value in entries.values()):
         _check_same(comm, entries)
@@ -98,7 +99,7 @@ def finished(
         return {key: host_copy(value) for key, value in result.items()} if offload else result
     device = torch.device("cpu") if offload else None
     done = set()
-    for ranks, keys in _by_mesh(entries).items():
+    for ranks, keys in sorted(_by_mesh(entries).items(), key=lambda item: group_order(item[0])):
         shown = _shown(keys)
         spread = {shown[key]: entries[key] for key in keys}
         first = comm.ranks[0] if comm.ranks[0] in ranks else ranks[0]
@@ -161,6 +162,8 @@ def set_model(
     comm = live.comm(Comm() if from_first else Comm.alone())
     if full:
         live.meet(comm, "set_model_state_dict")
+    if entries and is_nothing(comm if full else Comm.alone(), given, from_first=from_first):
+        return IncompatibleKeys([], [])
     values = announced(comm, given) if from_first else dict(given)
     report, keys = _compared(live, entries, values)
     moves = not from_first and any(
@@ -169,8 +172,6 @@ def set_model(
         if name in live.tensors
     )
     with (comm if full or moves else Comm.alone()).together("set_model_state_dict"):
-        if entries and not values and (from_first or comm.world_size > 1):
-            _refuse_empty(comm, from_first=from_first, strict=strict)
         _check(report, keys, strict=strict)
     targets = _targets(live, entries, values)
     with torch.no_grad():
@@ -239,9 +240,19 @@ def _compared(
     return report, keys
 
 
-def _refuse_empty(comm: Comm, *, from_first: bool, strict: bool) -> None:
-    if not strict:
-        return
+def is_nothing(comm: Comm, given: Mapping[str, Any], *, from_first: bool) -> bool:
+    """Whether no rank gives anything, which asks for nothing, as in torch.
+
+    Raises:
+        StateDictMismatchError: those that should give nothing, and others do; on every rank.
+
+    Ranks: collective over the group.
+    """
+    gives = comm.gather_values(bool(given))
+    if all(gives) or (from_first and gives[0]):
+        return False
+    if not any(gives) and not from_first:
+        return True
     ranks = ", ".join(map(str, comm.ranks[:8])) + (", …" if comm.world_size > 8 else "")
     if from_first:
         raise StateDictMismatchError(
@@ -252,7 +263,7 @@ def _refuse_empty(comm: Comm, *, from_first: bool, strict: bool) -> None:
             "the group whose first rank has it",
         )
     raise StateDictMismatchError(
-        "the state dict is empty",
+        f"the state dict is empty on rank {comm.ranks[gives.index(False)]}",
         code="state_mismatch",
         hint=f"pass it on each of the ranks {ranks}, or set broadcast_from_rank0=True if only the "
         "first of them has it",
@@ -299,5 +310,6 @@ def _hand_over(live: LiveModel, entries: Sequence[Entry], values: Mapping[str, A
     raw: OrderedDict[str, Any] = OrderedDict()
     for key, name, value in entries:
         if name in values:
-            raw[key] = live.registered(name, value) if is_placed(name, value) else values[name]
+            own = live.registered(name, live.tensors.get(name, value))
+            raw[key] = own if is_placed(name, value) else values[name]
     live.hand_over(OrderedDict((key, value) for key, value in raw.items() if value is not None))

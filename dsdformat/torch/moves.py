@@ -1,7 +1,7 @@
-"""Read tensors of a checkpoint into tensors of this process: straight, or through bounded buffers.
+"""Read tensors of a checkpoint, or boxes of them, into tensors of this process.
 
-A destination that is packed, in host memory and of the stored dtype is read into as it is. Any
-other is filled slab by slab.
+A destination in host memory and of the stored dtype is read into as it is, whatever its strides.
+Any other is filled through bounded buffers.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dsdformat.boxes import Box
+from dsdformat.boxes import Box, whole
 from dsdformat.limits import MIB
+from dsdformat.plan.load_plan import Wanted
 from dsdformat.reader import Checkpoint
-from dsdformat.torch.buffers import as_bits, box_view, bytes_of, empty, is_packed, row_boxes
+from dsdformat.torch.buffers import as_bits, box_view, bytes_of, empty, overlaps_itself, row_boxes
 
 __all__ = ["Move", "can_cast", "fill", "verify_whole"]
 
@@ -24,31 +25,62 @@ GROUP_NBYTES = 32 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One tensor to be read.
+    """A tensor, or a box of one, to be read.
 
     Attributes:
         index: The tensor's number in the checkpoint.
         stored: Its dtype there.
-        into: A strided tensor of its shape, on any device.
+        into: A strided tensor of the box's shape, on any device.
+        box: In elements of the tensor; all of it if None.
     """
 
     index: int
     stored: torch.dtype
     into: torch.Tensor
+    box: Box | None = None
 
     @property
     def is_straight(self) -> bool:
-        """Whether the bytes of the file are those of the destination."""
-        return self.stored == self.into.dtype and is_packed(self.into)
+        """Whether the file's elements are those of the destination, in memory of the host."""
+        into = self.into
+        return (
+            self.stored == into.dtype
+            and into.device.type == "cpu"
+            and not into.is_conj()
+            and not into.is_neg()
+            and (into.is_contiguous() or not overlaps_itself(into))
+        )
 
     @property
     def nbytes(self) -> int:
         """Length of the stored bytes."""
         return self.into.numel() * self.stored.itemsize
 
+    @property
+    def place(self) -> Box:
+        """The box, in elements of the tensor."""
+        return whole(self.into.shape) if self.box is None else self.box
+
+    @property
+    def key(self) -> tuple[int, Box]:
+        """What is equal for moves of the same elements."""
+        return self.index, self.place
+
+    def wanted(self) -> Wanted:
+        """What is read if the destination is straight."""
+        if self.into.is_contiguous():
+            return Wanted(self.index, self.place)
+        width = self.stored.itemsize
+        return Wanted(self.index, self.place, tuple(step * width for step in self.into.stride()))
+
+    def part(self, box: Box) -> Box:
+        """Return where the tensor has a box of the destination."""
+        offset = tuple(a + b for a, b in zip(self.place.offset, box.offset, strict=True))
+        return Box(offset, box.shape)
+
 
 def fill(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
-    """Read the tensors, each stored one once.
+    """Read the tensors, what is wanted twice once.
 
     Raises:
         ChecksumError: `checksum_mismatch`; the destinations are then undefined.
@@ -56,26 +88,35 @@ def fill(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
     Ranks: local.
     Memory: 32 MiB where destinations are not straight; else one block per thread.
     """
-    first: dict[int, Move] = {}
+    first: dict[tuple[int, Box], Move] = {}
     again: list[Move] = []
     for move in sorted(moves, key=lambda move: not move.is_straight):
-        if move.index in first:
+        if move.key in first:
             again.append(move)
         else:
-            first[move.index] = move
-    straight = {index: bytes_of(m.into) for index, m in first.items() if m.is_straight}
+            first[move.key] = move
+    straight = [move for move in first.values() if move.is_straight]
     if straight:
-        checkpoint.read_all(straight)
+        checkpoint.read_boxes([m.wanted() for m in straight], [_memory(m.into) for m in straight])
     _fill_staged(checkpoint, [move for move in first.values() if not move.is_straight])
     for move in moves:
         if not move.into.is_inference():
             torch.autograd.graph.increment_version(move.into)
     for move in again:
-        source = first[move.index]
+        source = first[move.key]
         if source.into.dtype == move.into.dtype == move.stored:
             _copy(move.into, source.into)
         else:  # the first one was cast, or is this one's stored form
             _fill_staged(checkpoint, [move])
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a tensor of the host, from its first element as far as it reaches."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return bytes_of(tensor.contiguous())
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = 1 + sum((size - 1) * step for size, step in steps)
+    return bytes_of(as_bits(tensor).as_strided((reach,), (1,)))
 
 
 def _fill_staged(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
@@ -94,22 +135,22 @@ def _fill_staged(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
 
 
 def _fill_group(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
-    """Read whole small tensors together, then copy each to its place."""
+    """Read small boxes together, then copy each to its place."""
     pinned = any(move.into.is_cuda for move in moves)
     staged = [_host(move.into.shape, move.stored, pinned) for move in moves]
-    checkpoint.read_all({m.index: bytes_of(s) for m, s in zip(moves, staged, strict=True)})
+    wanted = [Wanted(move.index, move.place) for move in moves]
+    checkpoint.read_boxes(wanted, [bytes_of(buffer) for buffer in staged])
     for move, source in zip(moves, staged, strict=True):
         _copy(move.into, source)
 
 
 def _fill_slabs(checkpoint: Checkpoint, move: Move) -> None:
-    """Read one large tensor, a box of its rows at a time."""
-    entry = checkpoint.table
+    """Read one large box, some rows at a time."""
     buffer: torch.Tensor | None = None
     for box in row_boxes(move.into.shape, move.nbytes, GROUP_NBYTES):
         if buffer is None or buffer.shape != box.shape:
             buffer = _host(box.shape, move.stored, move.into.is_cuda)
-        entry.read(move.index, box, bytes_of(buffer), None)
+        checkpoint.read_boxes([Wanted(move.index, move.part(box))], [bytes_of(buffer)])
         _copy(box_view(move.into, box), buffer)
 
 

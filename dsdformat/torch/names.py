@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,12 +15,22 @@ from dsdformat.errors import UnsupportedValueError
 from dsdformat.format.paths import emit_name, render_path
 from dsdformat.format.values import encoded_key
 from dsdformat.limits import DEPTH_MAX
+from dsdformat.torch.flat_find import FlatParam, find_flats
 from dsdformat.torch.fqn import named_tensors
+from dsdformat.torch.fsdp1 import Member, Unit, find_units
 from dsdformat.torch.introspect import Kind, find_children, kind_of
 
 __all__ = ["Namer", "ParamNames"]
 
 Path = tuple[Any, ...]
+# For each parameter in one (itself, or those that a flat one holds) its names, the first one first.
+Parts = Sequence[Sequence[str]]
+_Part = tuple[int, int]  # the id of a parameter, and the number of one in it
+_TOGETHER = (
+    'put the module that the optimizer works on into the same state, as in {"model": model, '
+    '"optimizer": optimizer}'
+)
+_FLATTENED = "make the optimizer after the model is flattened, with the parameters it has then"
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,16 @@ class _Owner:
     """A leaf of the state that has named tensors."""
 
     path: Path
-    names: Mapping[int, Sequence[str]]  # id of a tensor -> its FQNs, the first one first
+    parts: Mapping[int, Parts]  # by the id of a tensor
+    flats: Mapping[int, FlatParam] = field(default_factory=dict)
+    shards: Mapping[int, Unit | Member] = field(default_factory=dict)
+
+    def displayed(self, one: int) -> list[list[str]]:
+        """The names of a parameter with that of this leaf before them."""
+        return [
+            [emit_name((*self.path, name), encoded_key) for name in names]
+            for names in self.parts[one]
+        ]
 
 
 @dataclass(frozen=True)
@@ -38,14 +58,26 @@ class ParamNames:
         path: Of the module in which the names are FQNs; None if they lie in several leaves, and
             each name is a display name.
         names: For the id of a parameter, all its names; an optimizer's entry has the first.
+            Those of a flat one are the names of all parameters in it.
+        flats: For the id of a flat parameter, what it holds, under these names.
+        shards: For the id of a parameter that lies in flat shards of FSDP1, or of what is one,
+            where they have it.
+        parts: For the id of a parameter, the names of it, or of each that is in a flat one.
     """
 
     path: Path | None
     names: Mapping[int, Sequence[str]]
+    flats: Mapping[int, FlatParam] = field(default_factory=dict)
+    shards: Mapping[int, Unit | Member] = field(default_factory=dict)
+    parts: Mapping[int, Parts] = field(default_factory=dict)
 
     def first(self, parameter: torch.Tensor) -> str:
-        """The name under which a parameter's entry is filed."""
+        """The name under which a parameter's entry is filed; the first of a flat one's."""
         return self.names[id(parameter)][0]
+
+    def filed(self, parameter: torch.Tensor) -> Sequence[str]:
+        """The names under which entries are filed: one, or that of each parameter in a flat one."""
+        return [names[0] for names in self.parts[id(parameter)]]
 
 
 class Namer:
@@ -69,37 +101,61 @@ class Namer:
             for parameter in group["params"]
         }
         for owner in self._owners:
-            if all(one in owner.names for one in wanted):
-                return ParamNames(owner.path, self._with_others(wanted, owner))
-        spread: dict[int, list[str]] = {}
+            if all(one in owner.parts for one in wanted):
+                return self._named(owner.path, {one: owner.parts[one] for one in wanted})
+        spread: dict[int, list[list[str]]] = {}
         for owner in self._owners:
-            for one in wanted.keys() & owner.names.keys():
-                names = [emit_name((*owner.path, name), encoded_key) for name in owner.names[one]]
-                spread.setdefault(one, []).extend(names)
-        spread = {one: [*names, *self._others(one, names)] for one, names in spread.items()}
+            for one in wanted.keys() & owner.parts.keys():
+                shown = owner.displayed(one)
+                known = spread.setdefault(one, [[] for _ in shown])
+                for names, more in zip(known, shown, strict=True):
+                    names.extend(more)
         nameless = [parameter for one, parameter in wanted.items() if one not in spread]
         if nameless:
-            raise _nameless(nameless, len(wanted), place)
-        return ParamNames(None, spread)
+            hint = _FLATTENED if any(map(self._is_member, nameless)) else _TOGETHER
+            raise _nameless(nameless, len(wanted), place, hint)
+        return self._named(None, spread)
 
-    def _with_others(self, wanted: Iterable[int], owner: _Owner) -> dict[int, Sequence[str]]:
-        names = {one: owner.names[one] for one in wanted}
-        return {one: [*first, *self._others(one, first)] for one, first in names.items()}
+    def _is_member(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter lies in a flat one, which optimizers should have in its place."""
+        flats = (flat for owner in self._owners for flat in owner.flats.values())
+        return any(parameter is member for flat in flats for member in flat.members)
 
-    def _others(self, one: int, first: Sequence[str]) -> list[str]:
+    def _named(self, path: Path | None, found: Mapping[int, Parts]) -> ParamNames:
+        parts = {
+            one: [[*names, *self._others((one, n), names)] for n, names in enumerate(those)]
+            for one, those in found.items()
+        }
+        flats = {
+            one: replace(flat, layout=flat.layout.named(parts[one]))
+            for owner in self._owners
+            for one, flat in owner.flats.items()
+            if one in parts
+        }
+        names = {one: list(itertools.chain(*those)) for one, those in parts.items()}
+        shards = {
+            one: shard
+            for owner in self._owners
+            for one, shard in owner.shards.items()
+            if one in parts
+        }
+        return ParamNames(path, names, flats, shards, parts)
+
+    def _others(self, part: _Part, first: Sequence[str]) -> list[str]:
         """List names that a parameter may have in the file of a state with other sections."""
-        return [name for name in self._unique.get(one, ()) if name not in first]
+        return [name for name in self._unique.get(part, ()) if name not in first]
 
     @functools.cached_property
-    def _unique(self) -> dict[int, list[str]]:
+    def _unique(self) -> dict[_Part, list[str]]:
         """List for each parameter the names that it alone could be filed under."""
-        found: dict[str, set[int]] = {}
+        found: dict[str, set[_Part]] = {}
         for owner in self._owners:
-            for one, names in owner.names.items():
-                for name in names:
-                    for form in (name, emit_name((*owner.path, name), encoded_key)):
-                        found.setdefault(form, set()).add(one)
-        unique: dict[int, list[str]] = {}
+            for one, those in owner.parts.items():
+                pairs = zip(those, owner.displayed(one), strict=True)
+                for number, (names, shown) in enumerate(pairs):
+                    for form in itertools.chain(*zip(names, shown, strict=True)):
+                        found.setdefault(form, set()).add((one, number))
+        unique: dict[_Part, list[str]] = {}
         for name, owners in found.items():
             if len(owners) == 1:
                 unique.setdefault(next(iter(owners)), []).append(name)
@@ -109,13 +165,36 @@ class Namer:
 def _owners(value: Any, path: Path) -> Iterator[_Owner]:
     """List modules first, in the order of the state, then all tensors that stand alone."""
     alone: dict[int, list[str]] = {}
+    held: set[int] = set()  # flat parameters of modules
     for where, module in _modules(value, path, alone):
+        flats: dict[int, FlatParam] = {}
         names: dict[int, list[str]] = {}
         for part in module:
+            flats.update(find_flats(part))
             for name, tensor in named_tensors(part):
                 names.setdefault(id(tensor), []).append(name)
-        yield _Owner(where, names)
-    yield _Owner((), alone)
+        parts: dict[int, Parts] = {one: [those] for one, those in names.items()}
+        parts.update((one, list(flat.layout.all_names().values())) for one, flat in flats.items())
+        shards, shard_parts = _shards(module)
+        parts.update(shard_parts)
+        held.update(flats, shards)
+        yield _Owner(where, parts, flats, shards)
+    yield _Owner((), {one: [names] for one, names in alone.items() if one not in held})
+
+
+def _shards(modules: Sequence[nn.Module]) -> tuple[dict[int, Unit | Member], dict[int, Parts]]:
+    """Return the parameters that lie in flat shards of FSDP1, by id, and their names."""
+    shards: dict[int, Unit | Member] = {}
+    parts: dict[int, Parts] = {}
+    for unit in itertools.chain.from_iterable(map(find_units, modules)):
+        for member in unit.members:
+            if member.parameter is not None:
+                shards[id(member.parameter)] = member
+                parts[id(member.parameter)] = [list(member.names)]
+        if id(unit.flat) not in shards and all(one.parameter is None for one in unit.members):
+            shards[id(unit.flat)] = unit
+            parts[id(unit.flat)] = [list(member.names) for member in unit.members]
+    return shards, parts
 
 
 def _modules(
@@ -134,7 +213,7 @@ def _modules(
 
 
 def _nameless(
-    parameters: Sequence[torch.Tensor], count: int, place: Sequence[Any]
+    parameters: Sequence[torch.Tensor], count: int, place: Sequence[Any], hint: str
 ) -> UnsupportedValueError:
     shapes = ", ".join(str(list(parameter.shape)) for parameter in parameters[:3])
     more = ", …" if len(parameters) > 3 else ""
@@ -143,6 +222,5 @@ def _nameless(
         f"(of shape {shapes}{more}) are in no module of the state, so their entries have no names",
         code="optimizer_without_module",
         path_in_tree=render_path(place),
-        hint='put the module that the optimizer works on into the same state, as in {"model": '
-        'model, "optimizer": optimizer}',
+        hint=hint,
     )

@@ -15,12 +15,17 @@ from dsdformat.errors import MismatchError
 from dsdformat.torch import dotted
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.fills import Fills
-from dsdformat.torch.fsdp1 import Unit
-from dsdformat.torch.fsdp1_optim import expanded, joined, members_of
+from dsdformat.torch.fsdp1_optim import completed
 from dsdformat.torch.live_model import LiveModel
-from dsdformat.torch.model_state import StateDictMismatchError, finished, form_of, from_form
+from dsdformat.torch.model_state import (
+    StateDictMismatchError,
+    finished,
+    form_of,
+    from_form,
+    is_nothing,
+)
 from dsdformat.torch.names import Namer, ParamNames
-from dsdformat.torch.optim import GROUPS, STATE, capture_optimizers
+from dsdformat.torch.optim import GROUPS, STATE, capture_optimizers, entries_of
 from dsdformat.torch.place_optim import place_optimizers
 from dsdformat.torch.placing import Plan
 from dsdformat.torch.redistribute import must_move
@@ -50,11 +55,10 @@ def get_optimizers(
         STATE: _with_slots(optimizers, names, captured[STATE]),
         GROUPS: [dict(one) for one in captured[GROUPS].values()],
     }
-    comm = live.comm(Comm.alone())
-    if full or live.units:
+    comm = live.comm(Comm())
+    if live.is_spread and (full or live.units):
         live.meet(comm, "get_optimizer_state_dict")
-    if live.units:
-        nested = expanded(nested, live.units, names.names, comm)
+    nested[STATE] = completed(nested[STATE], live.units, names.names)
     if full or offload or live.units:
         leaves = finished(dict(_leaves(nested, ())), comm, full=full, offload=offload)
         if not leaves:
@@ -71,13 +75,13 @@ def _with_slots(
     for optimizer in optimizers:
         initial = {} if optimizer.state else initial_state(optimizer)
         for parameter in _parameters(optimizer):
-            name = names.first(parameter)
-            if name in states:
-                result[name] = dict(states[name])
+            filed = names.filed(parameter)
+            if any(name in states for name in filed):
+                result.update((name, dict(states[name])) for name in filed if name in states)
             elif parameter in initial:
-                result[name] = initial[parameter]
+                result.update(entries_of(optimizer, parameter, initial[parameter], names, _PLACE))
             elif optimizer.state and parameter.requires_grad:
-                result[name] = {}  # says that there is none yet
+                result.update((name, {}) for name in filed)  # says that there is none yet
     return result if any(result.values()) else {}
 
 
@@ -126,11 +130,13 @@ def set_optimizers(
         another way; else local.
     """
     names = Namer({"model": live.model}).names_of(optimizers, _PLACE)
-    groups = _live_groups(optimizers, names, live.units)
+    groups = _live_groups(optimizers, names)
     comm = live.comm(Comm() if from_first else Comm.alone())
     if full or live.units:
         live.meet(comm, "set_optimizer_state_dict")
-    fills = Fills(members_of(live.units), live.units)
+    if groups and is_nothing(comm if full else Comm.alone(), given, from_first=from_first):
+        return
+    fills = Fills()
     if from_first:
         nested, leaves = _told(comm, lambda: _nested(given, groups))
     else:
@@ -139,9 +145,7 @@ def set_optimizers(
     with (comm if full or from_first or moves else Comm.alone()).together(
         "set_optimizer_state_dict"
     ):
-        if not nested[GROUPS] and not nested[STATE]:
-            _check_given(comm, optimizers, full=full, strict=strict)
-        plan = _planned(live, optimizers, names, nested, strict, fills)
+        plan = _planned(optimizers, names, nested, strict, fills)
     with torch.no_grad():
         if from_first:
             fills.run_from_first(comm, leaves)
@@ -150,27 +154,13 @@ def set_optimizers(
         plan.finish()
 
 
-def _live_groups(
-    optimizers: Optimizers, names: ParamNames, units: Sequence[Unit]
-) -> list[list[str]]:
+def _live_groups(optimizers: Optimizers, names: ParamNames) -> list[list[str]]:
     """List the names in each live group; of a flat parameter, those of what is in it."""
-    flats = {id(unit.flat): [member.names[0] for member in unit.members] for unit in units}
     return [
-        [name for one in group[PARAMS] for name in flats.get(id(one)) or [names.first(one)]]
+        [name for one in group[PARAMS] for name in names.filed(one)]
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
-
-
-def _check_given(comm: Comm, optimizers: Optimizers, *, full: bool, strict: bool) -> None:
-    """Refuse that nothing is given where ranks set a state together."""
-    if full and strict and comm.world_size > 1 and any(one.param_groups for one in optimizers):
-        raise StateDictMismatchError(
-            "the optimizer's state dict is empty",
-            code="state_mismatch",
-            hint=f"pass it on each of the {comm.world_size} ranks, or on the first of them and "
-            "set broadcast_from_rank0=True",
-        )
 
 
 def _moves(nested: Mapping[str, Any], optimizers: Optimizers, names: ParamNames) -> bool:
@@ -238,7 +228,6 @@ def _named(
 
 
 def _planned(
-    live: LiveModel,
     optimizers: Optimizers,
     names: ParamNames,
     nested: dict[str, Any],
@@ -251,11 +240,7 @@ def _planned(
         GROUPS: nested[GROUPS],
     }
     if strict and nested[STATE]:
-        _check_states(optimizers, names, nested, live.units)
-    if live.units:
-        nested, missing = joined(nested, live.units, names.names)
-        if strict and missing:
-            raise _lacks(missing[0])
+        _check_states(optimizers, names, nested)
     groups: OrderedDict[Any, Any] = OrderedDict()
     leads = [_lead(optimizer, names) for optimizer in optimizers if _has_empty(optimizer)]
     for group in nested[GROUPS]:
@@ -290,18 +275,14 @@ def _has_empty(optimizer: torch.optim.Optimizer) -> bool:
     return any(not group[PARAMS] for group in optimizer.param_groups)
 
 
-def _check_states(
-    optimizers: Optimizers, names: ParamNames, nested: Mapping[str, Any], units: Sequence[Unit]
-) -> None:
+def _check_states(optimizers: Optimizers, names: ParamNames, nested: Mapping[str, Any]) -> None:
     known = {name for group in nested[GROUPS] for name in group[PARAMS]}
-    flats = {id(unit.flat) for unit in units}
     for optimizer in optimizers:
         for parameter in _parameters(optimizer):
-            mine = names.names[id(parameter)]
-            entry = any(name in nested[STATE] for name in mine)
-            wanted = parameter.requires_grad and id(parameter) not in flats
-            if wanted and known.intersection(mine) and not entry:
-                raise _lacks(mine[0])
+            for mine in names.parts[id(parameter)]:
+                entry = any(name in nested[STATE] for name in mine)
+                if parameter.requires_grad and known.intersection(mine) and not entry:
+                    raise _lacks(mine[0])
 
 
 def _lacks(name: str) -> StateDictMismatchError:

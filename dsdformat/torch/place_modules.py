@@ -15,10 +15,13 @@ from torch import nn
 
 from dsdformat.errors import MismatchError
 from dsdformat.format.paths import render_path
-from dsdformat.torch.capture import versioned_entries
 from dsdformat.torch.compat import needs_loader
-from dsdformat.torch.fqn import EXTRA_STATE, named_tensors, stray_tensors, unwrapped
+from dsdformat.torch.flat_find import find_flats
+from dsdformat.torch.flatten import derived_tensors
+from dsdformat.torch.fqn import named_tensors, stray_tensors, unwrapped
+from dsdformat.torch.fsdp1 import plain_hooks
 from dsdformat.torch.introspect import own_method
+from dsdformat.torch.live_model import Entry, LiveModel, is_placed
 from dsdformat.torch.placing import Plan, same_content
 from dsdformat.torch.stored import Path, describe, display
 
@@ -43,13 +46,9 @@ class _Placement:
         self.fits: dict[int, bool] = {}  # id of a tensor -> whether it will be loaded
 
     def run(self, modules: Sequence[nn.Module]) -> None:
-        versions = {}
-        parts = []
-        for module in modules:
-            entries, versions[id(module)] = _live_entries(module)
-            parts.append((module, entries))
+        parts = [(live, _live_entries(live)) for live in map(LiveModel, modules)]
         first: dict[str, Any] = {}
-        for module, entries in parts:
+        for model, entries in parts:
             for _, name, value in entries:
                 if first.setdefault(name, value) is not value and len(parts) > 1:
                     place = render_path([*self.path, name])
@@ -57,45 +56,45 @@ class _Placement:
                         f"{place}: two parts of the model have this name", code="state_conflict"
                     )
                 self.wanted.add(name)
-                if _is_placed(name, value):
+                if is_placed(name, value):
                     self.tied.setdefault(id(value), []).append(name)
-            for name, tensor in named_tensors(module):
+            for name, tensor in model.tensors.items():
                 names = self.tied.setdefault(id(tensor), [])
                 if name not in names:
                     names.append(name)
-        for module, entries in parts:
-            self._place(module, entries, versions[id(module)])
+        for model, entries in parts:
+            self._place(model, entries)
         for name, value in self.stored.items():
             if name not in self.wanted:
                 self.plan.unexpected(value, (*self.path, name), values=True)
         for module in modules:
             self._find_uninitialized(module)
+            self._check_flats(module)
 
-    def _place(
-        self, module: nn.Module, entries: Sequence[tuple[str, str, Any]], versions: Any
-    ) -> None:
+    def _place(self, model: LiveModel, entries: Sequence[Entry]) -> None:
         live: dict[str, Any] = {}
         new: dict[str, tuple[Any, Path]] = {}
         for key, name, value in entries:
             place = (*self.path, name)
             if not self._is_selected(name):
                 continue
-            if _is_placed(name, value):
+            if is_placed(name, value):
                 if id(value) not in self.fits:
                     self.fits[id(value)] = self._place_tensor(value)
                 if self.fits[id(value)]:
-                    live[key] = value
+                    live[key] = model.registered(name, value)
             elif name in self.stored:
                 self.plan.builder.need(self.stored[name])
                 new[key] = (self.stored[name], place)
             else:
                 self.plan.report.missing.append(display(place))
-        self.plan.installs.append(self._installer(unwrapped(module), live, new, versions))
+        live = {key: value for key, value in live.items() if value is not None}
+        self.plan.installs.append(self._installer(model, live, new))
 
     def _is_selected(self, name: str) -> bool:
         return display((*self.path, name)) in self.plan.selection
 
-    def _place_tensor(self, tensor: torch.Tensor) -> bool:
+    def _place_tensor(self, tensor: Any) -> bool:
         names = self.tied[id(tensor)]
         found = [name for name in names if name in self.stored and self._is_selected(name)]
         if not found:
@@ -110,12 +109,9 @@ class _Placement:
         return self.plan.place(first, tensor, display((*self.path, found[0])))
 
     def _installer(
-        self,
-        module: nn.Module,
-        live: dict[str, Any],
-        new: dict[str, tuple[Any, Path]],
-        versions: Any,
+        self, model: LiveModel, live: dict[str, Any], new: dict[str, tuple[Any, Path]]
     ) -> Callable[[], None]:
+        module = unwrapped(model.model)
         own = {id(tensor) for _, tensor in named_tensors(module)}
         copies = any(id(tensor) not in own for tensor in live.values())
 
@@ -123,19 +119,20 @@ class _Placement:
             if not new and not copies and not needs_loader(module):
                 return
             entries: Any = OrderedDict(live)
-            if versions is not None:  # what is handed over is as the module itself has it
-                entries._metadata = versions
+            if model.versions is not None:  # what is handed over is as the module itself has it
+                entries._metadata = model.versions
             for key, (value, place) in new.items():
                 entries[key] = self.plan.builder.make(value, place)
             # Tensors are given as themselves, which copies nothing; hooks see all of them.
-            call_loader(own_method(module, "load_state_dict"), entries)
+            with plain_hooks(module):
+                call_loader(own_method(module, "load_state_dict"), entries)
 
         return install
 
     def _find_uninitialized(self, module: nn.Module) -> None:
         """Report what is on meta and stays there (buffers that no state dict holds, and others)."""
         reported = {*self.plan.report.missing, *(m.name for m in self.plan.report.mismatched)}
-        seen: set[int] = set()
+        seen = derived_tensors(module)
         others = stray_tensors(module)
         for name, tensor in (*named_tensors(module, persistent=False), *others):
             full = display((*self.path, name))
@@ -144,6 +141,29 @@ class _Placement:
             seen.add(id(tensor))
             if full in self.plan.selection and full not in reported:
                 self.plan.report.uninitialized.append(full)
+
+    def _check_flats(self, module: nn.Module) -> None:
+        """Check that each flat parameter on meta gets all of its content, on one device.
+
+        Raises:
+            MismatchError: `state_mismatch`: it does not, and the report will not raise.
+        """
+        report = self.plan.report
+        reported = {*report.missing, *(m.name for m in report.mismatched)}
+        for flat in find_flats(module).values():
+            devices: dict[str, str] = {}
+            for name, one in flat.named_members().items():
+                devices.setdefault(str(self.plan.device_of(one)), display((*self.path, name)))
+            names = (display((*self.path, name)) for name in flat.layout.names)
+            if len(devices) < 2 or any(one in reported and self.plan.strict(one) for one in names):
+                continue
+            each = ", ".join(f"{name} on {device}" for device, name in devices.items())
+            raise MismatchError(
+                f"{display((*self.path, flat.layout.name))} cannot get its content in parts: "
+                f"there would be {each}",
+                code="state_mismatch",
+                hint="load all parameters in it, onto one device, or give the model memory first",
+            )
 
 
 def call_loader(method: Callable[..., Any], entries: Any) -> None:
@@ -159,21 +179,13 @@ def call_loader(method: Callable[..., Any], entries: Any) -> None:
         method(entries)
 
 
-def _live_entries(module: nn.Module) -> tuple[list[tuple[str, str, Any]], Any]:
-    """List the entries of a module; on meta, only the module's own tensors can get content."""
-    own = dict(named_tensors(module))
-    entries, versions = versioned_entries(module)
-    live = [
-        (key, name, own.get(name, value) if _is_meta(value) else value)
-        for key, name, value in entries
+def _live_entries(model: LiveModel) -> list[Entry]:
+    """List the entries of a model; on meta, only the model's own tensors can get content."""
+    return [
+        (key, name, model.tensors.get(name, value) if _is_meta(value) else value)
+        for key, name, value in model.entries()
     ]
-    return live, versions
 
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _is_placed(name: str, value: Any) -> bool:
-    """Whether an entry is read in place; extra state may change its shape, and is made anew."""
-    return isinstance(value, torch.Tensor) and name.rsplit(".", 1)[-1] != EXTRA_STATE

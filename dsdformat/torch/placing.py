@@ -14,17 +14,18 @@ from torch import nn
 from dsdformat.errors import shorten
 from dsdformat.torch.buffers import as_bits, empty, memory_order, overlaps_itself
 from dsdformat.torch.builder import Builder, Form, stored_dtype
+from dsdformat.torch.comm import global_rank
 from dsdformat.torch.compat import swap_content
 from dsdformat.torch.composites import find_kind, inner_tensors, take_apart
-from dsdformat.torch.introspect import local_tensor
 from dsdformat.torch.memory import Memory
 from dsdformat.torch.moves import Move, can_cast
+from dsdformat.torch.redistribute import materialized
 from dsdformat.torch.report import Cast, LoadReport, Mismatch
 from dsdformat.torch.selection import Selection
-from dsdformat.torch.sharding import is_dtensor
+from dsdformat.torch.sharding import held_view, is_dtensor, is_spread, local_of, sharding_of
 from dsdformat.torch.stored import Composite, Path, Stored, describe, display, leaves
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "moves_into", "replace_content", "same_content"]
 
 
 class Plan:
@@ -37,6 +38,7 @@ class Plan:
         installs: What to call once everything is read, in this order.
         memory: What live tensors lie in, so that nothing is read over something else.
         refused: Ids of live tensors that are not loaded, since they differ.
+        later: What makes new shards, and lists what is to be read into them.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Plan:
         self.selection = selection
         self.strict = strict
         self.installs: list[Callable[[], None]] = []
+        self.later: list[Callable[[], Iterator[Move]]] = []
         self._dtype = dtype
         self._device = device
         self._moves: list[Move] = []
@@ -62,13 +65,16 @@ class Plan:
         self._placed: dict[Any, tuple[Stored, str]] = {}  # memory -> what it gets, and as which
         self._fills: list[tuple[torch.Tensor, Stored, Form]] = []  # meta tensors, and their content
         self._devices: dict[int, torch.device] = {}  # of meta tensors, by id
+        self._shards: list[tuple[Any, Stored, torch.device]] = []  # DTensors on meta
+        self._made: list[tuple[Any, torch.Tensor]] = []  # what they will be
 
-    def place(self, stored: Any, live: torch.Tensor, name: str, *, cast: bool = True) -> bool:
+    def place(self, stored: Any, live: Any, name: str, *, cast: bool = True) -> bool:
         """Plan to read a stored tensor into a live one; report what does not fit.
 
         Args:
             stored: What the checkpoint has at the name.
-            live: A tensor, of any kind, on any device.
+            live: A tensor, of any kind, on any device. Of one that is spread over ranks, what this
+                rank holds is read.
             name: Display name.
             cast: Whether the `dtype` that was asked for counts here.
 
@@ -80,8 +86,8 @@ class Plan:
             self.refused.add(id(live))
         return fits
 
-    def _place(self, stored: Any, live: torch.Tensor, name: str, *, cast: bool) -> bool:
-        kind = find_kind(live)
+    def _place(self, stored: Any, live: Any, name: str, *, cast: bool) -> bool:
+        kind = None if is_spread(live) else find_kind(live)
         if kind is not None or type(stored) is Composite:
             return self._place_composite(stored, live, kind, name)
         if type(stored) is not Stored:
@@ -99,17 +105,17 @@ class Plan:
             return same or self.mismatch(name, "tie", *tie)
         if live.is_meta:
             return self._place_on_meta(stored, live, name)
-        if overlaps_itself(live):
+        if overlaps_itself(local_of(live)):
             return self.mismatch(name, "kind", str(stored), "a tensor whose elements share memory")
         self.memory.assign(live, stored.index)
-        self._moves.append(Move(stored.index, stored_dtype(stored), local_tensor(live, (name,))))
+        self._moves.extend(moves_into(stored, live))
         return True
 
-    def _dtype_fits(self, stored: Stored, live: torch.Tensor, name: str, *, cast: bool) -> bool:
+    def _dtype_fits(self, stored: Stored, live: Any, name: str, *, cast: bool) -> bool:
         dtype = stored_dtype(stored)
         if dtype == live.dtype:
             return True
-        floats = dtype.is_floating_point and live.is_floating_point()
+        floats = dtype.is_floating_point and live.dtype.is_floating_point
         if not (
             cast and floats and self._dtype(name) == live.dtype and can_cast(dtype, live.dtype)
         ):
@@ -153,9 +159,17 @@ class Plan:
 
     def moves(self) -> Iterator[Sequence[Move]]:
         """List what is to be read: first what nobody sees yet, then what is read in place."""
-        yield list(self.builder.moves())
+        later = [move for moves in self.later for move in moves()]
+        yield [*self.builder.moves(), *self._shard_moves(), *later]
         self.builder.compose()
         yield self._moves
+
+    def _shard_moves(self) -> Iterator[Move]:
+        """Make the shards of tensors on meta, and list what is to be read into them."""
+        for live, stored, device in self._shards:
+            made = materialized(live, device)
+            self._made.append((live, made))
+            yield from moves_into(stored, made)
 
     def finish(self) -> None:
         """Put everything that was read in its place."""
@@ -166,12 +180,17 @@ class Plan:
                 content = content.clone()
             used.add((stored.index, form))
             replace_content(live, _ordered(content, memory_order(live)))
+        for live, made in self._made:
+            replace_content(live, made)
         for install in self.installs:
             install()
 
     def _place_on_meta(self, stored: Stored, live: torch.Tensor, name: str) -> bool:
         form = Form(live.dtype, self._device(name))
         self._devices[id(live)] = form.device
+        if is_spread(live):
+            self._shards.append((live, stored, form.device))
+            return True
         self.builder.need(stored, (name,), form)
         self._fills.append((live, stored, form))
         return True
@@ -240,11 +259,25 @@ def _ordered(content: torch.Tensor, order: list[int] | None) -> torch.Tensor:
     return result
 
 
-def _memory_of(live: torch.Tensor) -> Any:
+def moves_into(stored: Stored, live: Any) -> Iterator[Move]:
+    """List what is to be read into a tensor; of one that is spread, the boxes of this rank."""
+    dtype, local = stored_dtype(stored), local_of(live)
+    if not is_spread(live):
+        yield Move(stored.index, dtype, local)
+        return
+    sharding, rank = sharding_of(live), global_rank()
+    if rank in sharding.ranks:
+        for held in sharding.held(sharding.ranks.index(rank)):
+            into = held_view(held, held.outer, local)
+            yield Move(stored.index, dtype, into, held.outer)
+
+
+def _memory_of(live: Any) -> Any:
     """Return what tensors share that are the same memory seen in the same way."""
-    if live.is_meta or live.numel() == 0:
+    local = local_of(live)
+    if live.is_meta or local.numel() == 0:
         return id(live)
-    return live.data_ptr(), live.device, live.shape, live.stride(), live.dtype
+    return local.data_ptr(), local.device, tuple(live.shape), local.stride(), local.dtype
 
 
 def same_content(one: Any, other: Any) -> bool:

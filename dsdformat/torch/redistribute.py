@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsdformat.torch.buffers import as_bits, empty
-from dsdformat.torch.comm import Comm
+from dsdformat.torch.comm import Comm, group_order
 from dsdformat.torch.distribute import fill_shard
 from dsdformat.torch.exchange import exchange, places, share
 from dsdformat.torch.gather import fingerprint
@@ -58,8 +58,18 @@ def copy_all(values: Mapping[str, Any], live: Mapping[str, Any]) -> None:
             _copy_local(local_of(value), local_of(target))
         else:
             fill_shard(value, target)
-    if moving:
-        _move(moving, {name: live[name] for name in moving})
+    for names in _by_ranks(moving, live):
+        _move({name: moving[name] for name in names}, {name: live[name] for name in names})
+
+
+def _by_ranks(values: Mapping[str, Any], live: Mapping[str, Any]) -> list[list[str]]:
+    """Part names by the ranks that take part, in an order that is the same on all of them."""
+    parts: dict[tuple[int, ...], list[str]] = {}
+    for name, value in values.items():
+        pair = (one for one in (value, live[name]) if is_spread(one))
+        ranks = {rank for one in pair for rank in sharding_of(one).ranks}
+        parts.setdefault(tuple(sorted(ranks)), []).append(name)
+    return [parts[ranks] for ranks in sorted(parts, key=group_order)]
 
 
 def _copy_local(value: torch.Tensor, live: torch.Tensor) -> None:

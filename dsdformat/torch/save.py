@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from dsdformat import folders
-from dsdformat.errors import ArgumentError
 from dsdformat.folders import PathLike
 from dsdformat.torch.capture import capture
+from dsdformat.torch.comm import Comm
+from dsdformat.torch.introspect import as_mapping
+from dsdformat.torch.per_rank import Path, unmarked
 from dsdformat.torch.recipes import RECIPES, Recipe, recipe_values
+from dsdformat.torch.save_together import save_together
 from dsdformat.torch.sources import Adapter
 from dsdformat.writer import Codec
 
 __all__ = ["save"]
 
 
+# long: the options and their documentation
 def save(
     path: PathLike,
     state: Mapping[str, Any],
@@ -27,8 +29,15 @@ def save(
     user: Mapping[str, str] | None = None,
     threads: int | None = None,
     recipes: Mapping[str, Recipe] | None = None,
+    group: Any = None,
+    check_replicas: bool = False,
 ) -> str:
     """Save modules, optimizers, schedulers, tensors and values as one checkpoint.
+
+    On several ranks all of them call this, with states of which each has its own part: shards of
+    DTensors and of FSDP1, stages of a pipeline, replicas. Nothing is gathered: a rank writes boxes
+    of what it holds, and what several hold is written by one of them. Values and counters must be
+    equal on all ranks that have them, unless they are marked with `PerRank`.
 
     A module is filed as its state dict under canonical FQNs, an optimizer by the FQNs of its
     parameters, an object with `state_dict` and `load_state_dict` as what its `state_dict` gives.
@@ -46,6 +55,8 @@ def save(
         user: User metadata: strings.
         threads: How many threads hash and write; up to 8 if None.
         recipes: For keys of the state, how `load_model` builds the model there.
+        group: The process group of the ranks that save together; the default one if None.
+        check_replicas: Whether to compare, by digests, the bytes of what several ranks hold.
 
     Returns:
         The root digest.
@@ -55,28 +66,35 @@ def save(
             optimizer whose parameters are in no module of the state. Nothing was written.
         MismatchError: `state_conflict`: parts of one model or optimizer share a name.
         StorageError: `already_exists`, or the medium failed; the target is as it was.
+        RankDisagreementError: `ranks_disagree`: values, counters or replicas differ between ranks.
+        DistributedError: `rank_failed`, on every rank, with the cause of each rank that failed.
 
-    Ranks: local.
+    Ranks: collective over the group; rank 0 of it commits. All see the folder.
     Memory: two blocks per thread; none for packed tensors in host memory.
     """
-    _check_alone()
-    plain = capture(state)
-    if recipes:
-        plain = {**plain, RECIPES: recipe_values(recipes, state)}
+    comm = Comm(group)
+
+    def captured() -> tuple[dict[str, Any], list[Path]]:
+        inner, own = unmarked(as_mapping(state), comm.rank)
+        plain = capture(inner)
+        if recipes:
+            plain = {**plain, RECIPES: recipe_values(recipes, state)}
+        return plain, own
+
+    if comm.world_size > 1:
+        return save_together(
+            comm,
+            path,
+            captured,
+            overwrite=overwrite,
+            user=user,
+            same=check_replicas,
+            codec=codec,
+            threads=threads,
+        )
+    plain, _ = captured()
     with folders.create(
         path, overwrite=overwrite, codec=codec, user=user, threads=threads, adapt=Adapter()
     ) as writer:
         writer.add(plain)
         return writer.commit()
-
-
-def _check_alone() -> None:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    if distributed.get_world_size() > 1:
-        raise ArgumentError(
-            f"this process is one of {distributed.get_world_size()} ranks, and saving from "
-            "several ranks is not supported yet",
-            code="bad_argument",
-        )

@@ -68,7 +68,7 @@ class StateDictOptions:
         dsd_fqn_modifiers: Kept for compatibility: names are those of the model's own `state_dict`.
         process_group: The ranks that hold the state together, the first of which gets a state on
             the host, and gives the state that is broadcast. If None, those of the meshes of the
-            model's DTensors, of its FSDP1 modules, or of DDP.
+            model's DTensors, of its FSDP1 modules, or of DDP; all ranks for any other model.
         timeout: How long a rank waits for the others to make the same call, before it raises an
             error that names those that did not; if None, as long as the group waits.
     """
@@ -201,8 +201,6 @@ def set_model_state_dict(
     """
     options = _checked(options)
     given = _by_name(model, model_state_dict)
-    if not given and not options.full_state_dict:
-        return IncompatibleKeys([], [])
     return set_model(
         _live(model, options),
         given,

@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("ranks") or "ranks" in getattr(item, "fixturenames", ()):
+        if item.get_closest_marker("ranks") or "launcher" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.dist)
 
 

@@ -1113,7 +1113,6 @@ def test_a_value_is_nested_as_deeply_as_the_format_allows(path):
 # Ties that no state has
 
 
-@fault("moments that a file ties are tied: what is made of one stored tensor is one tensor")
 def test_an_optimizer_s_tensors_that_a_file_ties_are_made_apart(path, good):
     """One memory for the moments of two parameters would mix them in the next step."""
     shared = source(torch.ones(2, 2))

@@ -1,0 +1,217 @@
+"""The byte runs that carry what a chunk and a wanted box share, from one to the other.
+
+Pure. A chunk's bytes are packed and row-major; the destination may have any strides. However many
+runs there are, a `Copy` is a few numbers: what has to touch each run does it when the bytes are
+there, and only for those that are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from dsdformat.boxes import Box
+
+__all__ = ["Copy", "Level", "find_copy", "packed_strides"]
+
+_WORDS: dict[int, Literal["Q", "I", "H", "B"]] = {8: "Q", 4: "I", 2: "H", 1: "B"}
+_ROWS_PER_WORD = 8  # below it, rows are moved one by one
+
+
+class Level(NamedTuple):
+    """`times` equal things, `src_step` bytes apart in the chunk and `dst_step` in the place."""
+
+    times: int
+    src_step: int
+    dst_step: int
+
+
+class Copy(NamedTuple):
+    """Equal runs of bytes, evenly spaced along a few levels.
+
+    Attributes:
+        src: Where the first run begins in the decoded bytes of the chunk.
+        dst: Where it goes, from the first element of the wanted box.
+        run: Bytes of each run.
+        levels: The outermost first; none if there is one run.
+    """
+
+    src: int
+    dst: int
+    run: int
+    levels: tuple[Level, ...] = ()
+
+    @property
+    def runs(self) -> int:
+        """Number of runs."""
+        return math.prod(level.times for level in self.levels)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are carried."""
+        return self.run * self.runs
+
+    @property
+    def src_end(self) -> int:
+        """Where the last run ends in the chunk."""
+        return self.src + self.run + sum((n - 1) * step for n, step, _ in self.levels)
+
+    def spans(self, gap_nbytes: int) -> Iterator[tuple[int, int]]:
+        """List the ranges of the chunk from the first run to the last, cut at wide gaps.
+
+        Args:
+            gap_nbytes: Gaps of that many bytes and more are left out; those below are not.
+
+        Yields:
+            Begin and end, ascending; no more than there are gaps to leave out, and one.
+        """
+        extent, depth = self.run, len(self.levels)
+        while depth and self.levels[depth - 1].src_step - extent < gap_nbytes:
+            depth -= 1
+            count, step, _ = self.levels[depth]
+            extent += (count - 1) * step
+        steps = [range(0, n * step, step) for n, step, _ in self.levels[:depth]]
+        for at in itertools.product(*steps):
+            begin = self.src + sum(at)
+            yield begin, begin + extent
+
+    def move(self, data: memoryview, low: int, into: memoryview) -> None:
+        """Carry what of the runs lies in `data`, the bytes of the chunk from `low` on."""
+        src, dst, run, levels = self
+        _move(levels, run, data, src - low, into, dst)
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """List where each run begins, in the chunk and in its place."""
+        sources = [range(0, n * step, step) for n, step, _ in self.levels]
+        places = [range(0, n * step, step) if step else [0] * n for n, _, step in self.levels]
+        pairs = zip(itertools.product(*sources), itertools.product(*places), strict=True)
+        for src, dst in pairs:
+            yield self.src + sum(src), self.dst + sum(dst)
+
+
+def find_copy(
+    chunk: Box, wanted: Box, itemsize: int, strides: Sequence[int] | None = None
+) -> Copy | None:
+    """Return how what two boxes share is carried, or None if they share no element.
+
+    Args:
+        chunk: Whose packed row-major bytes are the source.
+        wanted: What goes to the destination.
+        itemsize: Bytes of one element.
+        strides: Bytes from one element of the destination to the next, for each dim; those of
+            packed row-major bytes if None.
+    """
+    if chunk.offset == wanted.offset and chunk.shape == wanted.shape and strides is None:
+        nbytes = chunk.numel * itemsize
+        return Copy(0, 0, nbytes) if nbytes else None
+    low = tuple(map(max, chunk.offset, wanted.offset))
+    ends = map(min, map(operator.add, chunk.offset, chunk.shape), wanted.end)
+    counts = tuple(map(operator.sub, ends, low))
+    if counts and min(counts) <= 0:
+        return None
+    sources = packed_strides(chunk.shape, itemsize)
+    places = packed_strides(wanted.shape, itemsize) if strides is None else strides
+    src = sum(map(operator.mul, map(operator.sub, low, chunk.offset), sources))
+    dst = sum(map(operator.mul, map(operator.sub, low, wanted.offset), places))
+    run, levels = _levels(counts, sources, places, itemsize)
+    return Copy(src, dst, run, levels)
+
+
+def packed_strides(shape: Sequence[int], itemsize: int) -> list[int]:
+    """Return the strides of packed row-major bytes."""
+    strides = [itemsize] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return strides
+
+
+def _levels(
+    counts: Sequence[int], sources: Sequence[int], places: Sequence[int], itemsize: int
+) -> tuple[int, tuple[Level, ...]]:
+    """Join dims as far as their elements follow one another on both sides."""
+    run = itemsize
+    levels: list[Level] = []  # the innermost first
+    for count, src_step, dst_step in zip(
+        reversed(counts), reversed(sources), reversed(places), strict=True
+    ):
+        if count == 1:
+            continue
+        if not levels and src_step == dst_step == run:
+            run *= count
+        elif levels and (src_step, dst_step) == _extent(levels[-1]):
+            levels[-1] = levels[-1]._replace(times=count * levels[-1].times)
+        else:
+            levels.append(Level(count, src_step, dst_step))
+    return run, tuple(reversed(levels))
+
+
+def _extent(level: Level) -> tuple[int, int]:
+    return level.times * level.src_step, level.times * level.dst_step
+
+
+def _move(
+    levels: Sequence[Level], run: int, data: memoryview, src: int, into: memoryview, dst: int
+) -> None:
+    """Carry runs; `src` counts from the beginning of `data`, and may lie before it."""
+    if not levels:
+        low, high = max(src, 0), min(src + run, len(data))
+        if low < high:
+            into[dst + low - src : dst + high - src] = data[low:high]
+        return
+    (count, src_step, dst_step), *inner = levels
+    extent = run + sum((level.times - 1) * level.src_step for level in inner)
+    first = max(0, -((src + extent - 1) // src_step)) if src < 0 else 0
+    last = min(count, -((src - len(data)) // src_step))
+    if not inner:
+        _move_rows(range(first, last), levels[0], run, data, src, into, dst)
+        return
+    for index in range(first, last):
+        at = dst + index * dst_step
+        _move(inner, run, data, src + index * src_step, into, at)
+
+
+def _move_rows(
+    rows: range,
+    level: Level,
+    run: int,
+    data: memoryview,
+    src: int,
+    into: memoryview,
+    dst: int,
+) -> None:
+    _, src_step, dst_step = level
+    if len(rows) > 2 and _move_columns(rows[1:-1], level, run, data, src, into, dst):
+        rows = range(rows.start, rows.stop, len(rows) - 1)  # the ends may lie there in part
+    for index in rows:
+        begin, at = src + index * src_step, dst + index * dst_step
+        if begin < 0 or begin + run > len(data):
+            _move((), run, data, begin, into, at)
+        else:
+            into[at : at + run] = data[begin : begin + run]
+
+
+def _move_columns(
+    rows: range,
+    level: Level,
+    run: int,
+    data: memoryview,
+    src: int,
+    into: memoryview,
+    dst: int,
+) -> bool:
+    """Carry many short rows a word of each at a time; False if rows are better one by one."""
+    _, src_step, dst_step = level
+    word = math.gcd(run, src_step, dst_step, 8)
+    if len(rows) < _ROWS_PER_WORD * (run // word):
+        return False
+    form = _WORDS[word]
+    begin, at = src + rows.start * src_step, dst + rows.start * dst_step
+    extent = (len(rows) - 1) * src_step + run
+    source = data[begin : begin + extent].cast(form)
+    place = into[at : at + (len(rows) - 1) * dst_step + run].cast(form)
+    for index in range(run // word):
+        place[index :: dst_step // word] = source[index :: src_step // word]
+    return True

@@ -1,0 +1,8 @@
+"""Make the module beside the tests that is none known to them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -1,0 +1,436 @@
+"""Checkpoints that ranks write together, and that other ranks in other layouts read."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+
+import dsdformat
+import dsdformat.torch as dsd
+from dsdformat.errors import DistributedError, DsdError, MismatchError, RankDisagreementError
+from dsdformat.torch.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from tests.ranks.layouts import (
+    LAYOUTS,
+    OPTIMIZERS,
+    Net,
+    Tied,
+    build,
+    everywhere,
+    joined,
+    numbered_model,
+    numbered_optimizer,
+    train,
+)
+from tests.ranks.shards import mesh_of
+from tests.torch_runtime.exact import assert_same
+
+FULL = StateDictOptions(full_state_dict=True)
+SOURCES = (
+    "plain",
+    "ddp",
+    "fsdp1-full-orig",
+    "fsdp1-3-flat",
+    "fsdp1-hybrid-flat",
+    "fsdp1-tp",
+    "fsdp2-4",
+    "fsdp2-3",
+    "tp",
+    "fsdp2-tp",
+    "hsdp",
+)
+TARGETS = (*SOURCES, "fsdp1-no-flat", "fsdp1-nested-orig", "fsdp2-nested", "compiled-fsdp2")
+
+
+def state_of(layout: str) -> dict[str, Any]:
+    model = build(layout)
+    return {"model": model, "optimizer": OPTIMIZERS["adamw"](model.parameters())}
+
+
+def wanted() -> tuple[dict[str, Any], dict[str, Any]]:
+    return numbered_model(Net()), numbered_optimizer(Net(), OPTIMIZERS["adamw"])
+
+
+def save_layout(layout: str, path: str) -> str:
+    state = state_of(layout)
+    model_state, optimizer_state = wanted()
+    set_state_dict(
+        state["model"],
+        state["optimizer"],
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+        options=FULL,
+    )
+    rank = distributed.get_rank()
+    own = {"number": rank, "stream": torch.full((3,), rank)}
+    return dsd.save(path, {**state, "step": 12, "own": dsd.PerRank(own)})
+
+
+def world_of(layout: str) -> int:
+    return 1 if layout == "plain" else LAYOUTS[layout].world_size
+
+
+@pytest.fixture(scope="module")
+def saved(launcher, tmp_path_factory) -> dict[str, Path]:
+    """A checkpoint of each layout."""
+    from tests.ranks.launching import Call, Launch
+
+    folder = tmp_path_factory.mktemp("saved")
+    for layout in SOURCES:
+        call = Call(__name__, "save_layout", (layout, str(folder / layout)))
+        launch = Launch((call,), world_of(layout), tmp_path_factory.mktemp("launch"))
+        (outcome,) = launcher.run(launch)
+        assert outcome.failure is None, f"{layout}: {outcome.failure}"
+        assert len(set(outcome.values)) == 1  # the root digest, on all ranks
+    return {layout: folder / layout for layout in SOURCES}
+
+
+@pytest.mark.parametrize("layout", SOURCES)
+def test_what_ranks_write_is_an_ordinary_checkpoint(saved, layout):
+    path = saved[layout]
+    assert dsdformat.verify(path).ok
+    state = dsd.load(path)
+    model_state, optimizer_state = wanted()
+    assert_same(state["model"], model_state)
+    assert_same(state["optimizer"]["state"], optimizer_state["state"])
+    assert state["step"] == 12
+    assert list(state["own"]) == [str(rank) for rank in range(world_of(layout))]
+    assert sorted(p.name for p in path.iterdir() if "rank" in p.name or "safetensors" in p.name)
+
+
+def load_all(target: str, paths: dict[str, str]) -> list[str]:
+    """Load the checkpoints of all layouts into one; name those that come out wrong."""
+    wrong = []
+    model_state, optimizer_state = wanted()
+    for source, path in paths.items():
+        state = state_of(target)
+        rest = dsd.load(path, {**state, "own": dsd.PerRank(None)})
+        found = get_state_dict(state["model"], state["optimizer"], options=FULL)
+        try:
+            assert_same(found[0], model_state)
+            assert_same(found[1]["state"], optimizer_state["state"])
+            mine = distributed.get_rank() % world_of(source)
+            assert_same(rest["own"], {"number": mine, "stream": torch.full((3,), mine)})
+            assert rest["step"] == 12
+        except AssertionError as error:
+            wrong.append(f"{source}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_any_layout_reads_what_any_other_has_written(saved, ranks, target):
+    paths = {layout: str(path) for layout, path in saved.items()}
+    assert ranks(world_of(target), limit_s=120)(load_all, target, paths) == [[]] * world_of(target)
+
+
+# Sizes that ranks divide, so that all layouts can train
+
+
+class Even(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Sequential(nn.Linear(7, 8), nn.GELU(), nn.Linear(8, 8, bias=False))
+        self.out = nn.Linear(8, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.inner(x)) + self.seen
+
+
+TRAINED = ("ddp", "fsdp1-full-orig", "fsdp1-full-flat", "fsdp2-4", "tp", "fsdp2-tp", "hsdp")
+
+
+def trained(layout: str) -> tuple[nn.Module, Any]:
+    model = build(layout, Even)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def whole(model: nn.Module, optimizer: Any) -> Any:
+    return get_state_dict(model, optimizer, options=FULL)
+
+
+def train_and_save(layout: str, path: str) -> None:
+    model, optimizer = trained(layout)
+    train(model, optimizer, 2)
+    dsd.save(path, {"model": model, "optimizer": optimizer})
+
+
+def go_on(layout: str, paths: list[str]) -> list[Any]:
+    """What comes of two further steps, in this layout and in a plain model."""
+    found = []
+    for path in paths:
+        model, optimizer = trained(layout)
+        dsd.load(path, {"model": model, "optimizer": optimizer})
+        plain = Even()
+        alone = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        dsd.load(path, {"model": plain, "optimizer": alone})
+        train(model, optimizer, 2, seed=2)
+        train(plain, alone, 2, seed=2)
+        found.append((whole(model, optimizer), (plain.state_dict(), alone.state_dict())))
+    return found
+
+
+@pytest.mark.parametrize("target", TRAINED)
+def test_training_goes_on_in_any_layout_as_in_a_plain_model(ranks, tmp_path, target):
+    paths = []
+    for source in ("fsdp2-4", "fsdp1-full-flat"):
+        paths.append(str(tmp_path / source))
+        ranks(world_of(source))(train_and_save, source, paths[-1])
+    for results in ranks(world_of(target), limit_s=120)(go_on, target, paths):
+        for (model_state, optimizer_state), (plain, _) in results:
+            assert {float(entry["step"]) for entry in optimizer_state["state"].values()} == {4.0}
+            for name, value in plain.items():  # sums over ranks are rounded in another order
+                torch.testing.assert_close(model_state[name], value, rtol=1e-5, atol=1e-6)
+
+
+# Stages of a pipeline
+
+
+class Stage(nn.Module):
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): nn.Linear(3, 3) for number in numbers})
+
+
+def stage(numbers: list[int], sharded: bool) -> tuple[nn.Module, Any]:
+    model = Stage(numbers)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            one.fill_(int(name.split(".")[1]) + 1)
+    if sharded:
+        mesh = mesh_of((2, 2), ("pp", "dp"))
+        model = fully_shard(model, mesh=mesh["dp"])
+    return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def own_numbers(sharded: bool) -> list[int]:
+    number = distributed.get_rank() // (2 if sharded else 1)
+    return [2 * number, 2 * number + 1]
+
+
+def save_stages(path: str, sharded: bool) -> None:
+    model, optimizer = stage(own_numbers(sharded), sharded)
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    dsd.save(path, {"model": model, "optimizer": optimizer})
+
+
+def load_stages(path: str, sharded: bool) -> None:
+    numbers = [0, 3] if distributed.get_rank() < distributed.get_world_size() // 2 else [1, 2]
+    model, optimizer = stage(numbers, sharded)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.zero_()
+    dsd.load(path, {"model": model, "optimizer": optimizer}, strict={"*": False})
+    for name, one in joined(model.state_dict()).items():
+        assert_same(one, torch.full_like(one, int(name.split(".")[1]) + 0.5))
+    assert len(optimizer.state) == 4
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_stages_merge_and_are_dealt_out_again(ranks, tmp_path, sharded):
+    path = str(tmp_path / "stages")
+    ranks(4 if sharded else 2)(save_stages, path, sharded)
+    state = dsd.load(path)
+    names = [f"layers.{n}.{kind}" for n in range(4) for kind in ("weight", "bias")]
+    assert sorted(state["model"]) == sorted(names)
+    assert sorted(state["optimizer"]["state"]) == sorted(names)
+    assert float(state["model"]["layers.3.weight"][0, 0]) == 3.5
+    ranks(4 if sharded else 2)(load_stages, path, sharded)
+
+
+# Models on meta
+
+
+def load_on_meta(path: str, layout: str) -> None:
+    with torch.device("meta"):
+        model = build(layout, Even)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    dsd.load(path, {"model": model, "optimizer": optimizer})
+    assert not any(one.is_meta for one in [*model.parameters(), *model.buffers()])
+    found = whole(model, optimizer)
+    kept = dsd.load(path)
+    assert_same(found[0], kept["model"])
+    assert_same(found[1]["state"], kept["optimizer"]["state"])
+    train(model, optimizer)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2-4", "fsdp2-tp", "hsdp"])
+def test_models_on_meta_get_their_shards(ranks, tmp_path, layout):
+    path = str(tmp_path / "ck")
+    ranks(2)(train_and_save, "ddp", path)
+    ranks(world_of(layout))(load_on_meta, path, layout)
+
+
+# What is told to all
+
+
+@pytest.mark.ranks(2)
+def test_values_that_differ_are_told_before_anything_is_written():
+    path = shared("values")
+    with pytest.raises(RankDisagreementError, match=r"(?s)step differs.*PerRank"):
+        dsd.save(path, {"step": distributed.get_rank(), "same": 1})
+    assert not Path(path).exists()
+
+
+def shared(name: str) -> str:
+    """A path that all ranks have, in the folder of the launch."""
+    store = distributed.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(Path(store.path).parent / name)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("check", [False, True], ids=["unseen", "checked"])
+def test_replicas_that_differ_are_told_on_request(check):
+    model = nn.Linear(3, 5)
+    with torch.no_grad():
+        model.bias.fill_(distributed.get_rank())
+    path = shared(f"replicas{check}")
+    if check:
+        with pytest.raises(
+            RankDisagreementError, match=r"model/bias has other bytes on ranks \[1\]"
+        ):
+            dsd.save(path, {"model": model}, check_replicas=True)
+        assert not Path(path).exists()
+    else:
+        dsd.save(path, {"model": model})
+        assert dsdformat.verify(path).ok
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", ["path", "option", "names", "shape", "value"])
+def test_calls_that_differ_are_errors_on_every_rank(what):
+    rank = distributed.get_rank()
+    state: dict[str, Any] = {"a": torch.ones(3), "b": 2}
+    if rank and what == "shape":
+        state["a"] = torch.ones(4)
+    if rank and what == "value":
+        state["b"] = 3.0
+    path = shared(f"differ-{what}{rank if what == 'path' else ''}")
+    if what == "names" and rank:
+        state["c"] = state.pop("a")
+        dsd.save(path, state)  # each has names of its own, as stages do
+        assert sorted(dsd.load(path)) == ["a", "b", "c"]
+        return
+    if what == "names":
+        dsd.save(path, state)
+        return
+    with pytest.raises(DsdError) as caught:
+        dsd.save(path, state, overwrite=what == "option" and rank == 1)
+    assert len(set(everywhere(str(caught.value)))) == 1
+    assert not Path(path).exists()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_of_one_rank_is_that_of_all_and_leaves_nothing(failing):
+    state: dict[str, Any] = {"a": torch.ones(3)}
+    if distributed.get_rank() == failing:
+        state["bad"] = dsd.PerRank(lambda: None)
+    path = shared(f"failing{failing}")
+    with pytest.raises(DistributedError, match=f"on rank {failing}") as caught:
+        dsd.save(path, state)
+    assert list(caught.value.failures) == [failing]
+    assert not Path(path).exists()
+    distributed.barrier()
+    assert not [p for p in Path(path).parent.iterdir() if f"failing{failing}" in p.name]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_model_that_does_not_fit_on_one_rank_is_an_error_on_all(failing):
+    path = shared(f"misfit{failing}")
+    dsd.save(path, {"model": nn.Linear(3, 5)})
+    model = nn.Linear(3, 4 if distributed.get_rank() == failing else 5)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(DistributedError, match=f"on rank {failing}") as caught:
+        dsd.load(path, {"model": model})
+    assert isinstance(caught.value.failures[failing], MismatchError)
+    assert_same(dict(model.state_dict()), dict(before))
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_that_is_there_is_kept_unless_asked():
+    path = shared("kept")
+    first = dsd.save(path, {"a": torch.ones(3)})
+    with pytest.raises(DistributedError, match="already_exists|exists"):
+        dsd.save(path, {"a": torch.zeros(3)})
+    assert dsdformat.open(path).root == first
+    distributed.barrier()
+    second = dsd.save(path, {"a": torch.zeros(3)}, overwrite=True)
+    assert dsdformat.open(path).root == second != first
+
+
+@pytest.mark.ranks(4)
+def test_a_save_moves_no_bytes_of_tensors_between_ranks():
+    model = fully_shard(nn.Linear(512, 1024, bias=False), mesh=mesh_of((4,)))
+    moved = []
+    names = ("all_gather", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
+    kept = {name: getattr(distributed, name) for name in names}
+
+    def noting(name: str) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[1] if name in ("all_gather", "all_to_all_single") else args[0]
+            moved.append(tensor.nbytes)
+            return kept[name](*args, **kwargs)
+
+        return function
+
+    for name in names:
+        setattr(distributed, name, noting(name))
+    try:
+        dsd.save(shared("quiet"), {"model": model})
+    finally:
+        for name in names:
+            setattr(distributed, name, kept[name])
+    assert sum(moved) < 20_000  # of 2 MiB
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", ["fsdp1-full-orig", "fsdp2", "ddp"])
+def test_tied_parameters_stay_tied(layout):
+    path = shared(f"tied-{layout}")
+    model = build(layout, Tied)
+    dsd.save(path, {"model": model})
+    kept = dsd.load(path)["model"]
+    assert kept["emb.weight"] is kept["head.weight"]
+    with torch.no_grad():
+        for one in model.parameters():
+            one.zero_()
+    dsd.load(path, {"model": model})
+    found = get_state_dict(model, (), options=FULL)[0]
+    assert_same(found, kept)
+
+
+@pytest.mark.ranks(3)
+def test_groups_of_some_ranks_save_and_load_by_themselves():
+    rank = distributed.get_rank()
+    groups = [distributed.new_group([0]), distributed.new_group([1, 2])]
+    group = groups[min(rank, 1)]
+    path = shared(f"group{min(rank, 1)}")
+    dsd.save(path, {"rank": dsd.PerRank(rank), "one": torch.full((2,), min(rank, 1))}, group=group)
+    found = dsd.load(
+        path, {"one": torch.zeros(2, dtype=torch.int64), "rank": dsd.PerRank(None)}, group=group
+    )
+    assert found["rank"] == rank
+    distributed.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_one_rank_may_load_alone():
+    path = shared("alone")
+    dsd.save(path, {"one": torch.ones(3)})
+    if distributed.get_rank() == 1:
+        one = torch.zeros(3)
+        dsd.load(path, {"one": one}, alone=True)
+        assert one.tolist() == [1.0] * 3
+    distributed.barrier()
