@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dsdformat.boxes import Box, whole
+from dsdformat.boxes import Box, flat_boxes, whole
 from dsdformat.limits import MIB
 from dsdformat.plan.holders import Kind, Member, Numbers, RankNumbers, find_kinds
 from dsdformat.plan.overlaps import held_within
@@ -259,31 +259,26 @@ def _pieces(task: _Task, held: Sequence[Held]) -> list[Held]:
 
 
 def _cut_rows(held: Held, itemsize: int, count: int) -> list[list[Box]]:
-    """Cut a box by rows into lists of boxes, of about equal size."""
+    """Cut a box by rows, in the order of memory, into lists of boxes: one each, mostly."""
     box = held.outer
     dims = held.order or tuple(range(len(box.shape)))
-    if not dims:
-        return [[box], *([] for _ in range(count - 1))]
-    depth, outer = 0, 1
-    while depth < len(dims) - 1 and outer * box.shape[dims[depth]] < count:
-        outer *= box.shape[dims[depth]]
+    depth, rows = 0, 1  # rows of the first dims, as many as it takes to have enough
+    while depth < len(dims) and rows < count:
+        rows *= box.shape[dims[depth]]
         depth += 1
-    rows = box.shape[dims[depth]]
-    row_nbytes = itemsize * math.prod(box.shape[dim] for dim in dims[depth + 1 :])
-    parts = -(-count // outer)
-    ends = _cut_evenly(rows, parts, _PAGE_NBYTES // math.gcd(row_nbytes, _PAGE_NBYTES))
-    boxes = []
-    for index in itertools.product(*(range(box.shape[dim]) for dim in dims[:depth])):
-        for begin, end in itertools.pairwise(ends):
+    row_nbytes = itemsize * math.prod(box.shape[dim] for dim in dims[depth:])
+    ends = _cut_evenly(rows, count, _PAGE_NBYTES // math.gcd(row_nbytes, _PAGE_NBYTES))
+    outer = [box.shape[dim] for dim in dims[:depth]]
+    lists = []
+    for begin, end in itertools.pairwise(ends):
+        boxes = []
+        for piece in flat_boxes(outer, begin, end):
             offset, shape = list(box.offset), list(box.shape)
-            for dim, at in zip(dims, index, strict=False):
-                offset[dim], shape[dim] = offset[dim] + at, 1
-            offset[dims[depth]] += begin
-            shape[dims[depth]] = end - begin
+            for dim, at, size in zip(dims, piece.offset, piece.shape, strict=False):
+                offset[dim], shape[dim] = offset[dim] + at, size
             boxes.append(Box(tuple(offset), tuple(shape)))
-    cuts = [len(boxes) * at // count for at in range(count + 1)]
-    lists = (boxes[low:high] for low, high in itertools.pairwise(cuts))
-    return [[one for one in some if one.numel] for some in lists]
+        lists.append(boxes)
+    return lists
 
 
 def _cut_evenly(rows: int, parts: int, unit: int) -> list[int]:

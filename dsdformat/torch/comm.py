@@ -108,7 +108,7 @@ class Comm:
         sizes = self._sizes(own.numel())
         parts: list[Any] = [None] * self.world_size
         for rank, part in self.share(own, sizes):
-            parts[rank] = _decoded(part)
+            parts[rank] = _decoded(part.cpu().numpy().tobytes())
         return parts
 
     def tell(self, value: Any) -> Any:
@@ -118,13 +118,23 @@ class Comm:
         """
         if self.world_size == 1:
             return value
-        raw = _raw_tensor(value if self.is_coordinator else None).to(self.device)
-        size = torch.tensor([raw.numel()], dtype=torch.int64, device=self.device)
+        told = self.tell_bytes(emit(encode(value)) if self.is_coordinator else b"")
+        return value if self.is_coordinator else _decoded(told)
+
+    def tell_bytes(self, raw: bytes) -> bytes:
+        """Return the bytes that rank 0 passed.
+
+        Ranks: collective over the group.
+        """
+        if self.world_size == 1:
+            return raw
+        size = torch.tensor([len(raw)], dtype=torch.int64, device=self.device)
         self.broadcast(size.view(torch.uint8), 0)
-        if not self.is_coordinator:
-            raw = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
-        self.broadcast(raw, 0)
-        return value if self.is_coordinator else _decoded(raw)
+        buffer = self._buffer(int(size.item()))
+        if self.is_coordinator and raw:
+            buffer.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        self.broadcast(buffer, 0)
+        return buffer.cpu().numpy().tobytes()
 
     def check_agreement(self, value: Any, what: str) -> None:
         """Check that all ranks passed an equal value.
@@ -343,8 +353,8 @@ def _raw_tensor(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(emit(encode(value))), dtype=torch.uint8)
 
 
-def _decoded(raw: torch.Tensor) -> Any:
-    return decode_tree({"value": parse(bytes(raw.cpu().numpy()))}).root["value"]
+def _decoded(raw: bytes) -> Any:
+    return decode_tree({"value": parse(raw)}).root["value"]
 
 
 def _row(error: Exception) -> dict[str, Any]:
@@ -365,16 +375,25 @@ def _error(row: dict[str, Any]) -> Exception:
     """Make an error of another rank again, as far as it is one of ours."""
     kind = CODES.get(row["code"])
     if kind is None or issubclass(kind, DistributedError):
-        return RuntimeError(f"{row['kind']}: {row['message']}")
+        return _TellableError(f"{row['kind']}: {row['message']}")
     error = kind.__new__(kind)
     Exception.__init__(error, row["message"])
     error.message, error.code, error.hint = row["message"], row["code"], row["hint"]
     return error
 
 
+class _TellableError(RuntimeError):
+    """Stand for an error of another rank that is none of ours."""
+
+
+def _shown(error: Exception) -> str:
+    known = isinstance(error, (DsdError, _TellableError))
+    return str(error) if known else f"{type(error).__name__}: {error}"
+
+
 def _failed(doing: str, failures: dict[int, Exception]) -> DistributedError:
     first = min(failures)
-    lines = [f"{doing} failed on rank {first}: {failures[first]}"]
+    lines = [f"{doing} failed on rank {first}: {_shown(failures[first])}"]
     others = [str(rank) for rank in sorted(failures) if rank != first]
     if others:
         lines.append(f"it failed on ranks {', '.join(others)} too")

@@ -7,18 +7,18 @@ only when all fits, all of them are filled.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from dsdformat.torch.broadcast import fill_from_first
-from dsdformat.torch.comm import Comm
 from dsdformat.torch.fsdp1_state import Joined
 from dsdformat.torch.install_optim import Maker
 from dsdformat.torch.redistribute import copy_all
-from dsdformat.torch.routes import Form
+from dsdformat.torch.report import Mismatch
 from dsdformat.torch.sharding import as_dtensor, is_dtensor, is_spread, is_tensor, local_of
+from dsdformat.torch.stored import display
+from dsdformat.torch.told import Told
 
 __all__ = ["Fills"]
 
@@ -28,7 +28,13 @@ Path = Sequence[Any]
 class Fills:
     """Pairs of a tensor that is given and one that is filled."""
 
-    def __init__(self) -> None:
+    def __init__(self, other_form: Callable[[Mismatch], None]) -> None:
+        """Begin.
+
+        Args:
+            other_form: Called for state of another form than the one there is.
+        """
+        self._other_form = other_form
         self._values: dict[str, Any] = {}
         self._targets: dict[str, Any] = {}
 
@@ -47,6 +53,7 @@ class Fills:
                 self._add(part, shard_of(own))
             return lambda: own
         if is_tensor(value):
+            self._compare(value, live, path)
             target = self._target(value, live, device, parameter)
             self._add(value, target)
             return lambda: target
@@ -58,7 +65,7 @@ class Fills:
                 for key, v in value.items()
             }
             return lambda: {key: make() for key, make in makers.items()}
-        if type(value) in (list, tuple) and any(is_tensor(v) for v in value):
+        if type(value) in (list, tuple) and _holds_tensors(value):
             items = [self.fit(item, None, path, device, parameter) for item in value]
             return lambda: type(value)(make() for make in items)
         return lambda: copy.deepcopy(value)
@@ -70,20 +77,22 @@ class Fills:
         """
         copy_all(self._values, self._targets)
 
-    def run_from_first(self, comm: Comm, leaves: Mapping[int, Any]) -> None:
-        """Fill all from what rank 0 has.
-
-        Args:
-            comm: The group.
-            leaves: On rank 0, its tensors by the ids of those that stand for them.
+    def run_told(self, told: Told) -> None:
+        """Fill all from what rank 0 has told of.
 
         Ranks: collective over the group.
         """
-        forms: dict[str, Form] = {
-            key: (tuple(one.shape), one.dtype) for key, one in self._values.items()
-        }
-        whole = {key: leaves[id(one)] for key, one in self._values.items() if id(one) in leaves}
-        fill_from_first(comm, whole, self._targets, forms)
+        told.fill({key: (value, self._targets[key]) for key, value in self._values.items()})
+
+    def _compare(self, value: Any, live: Any, path: Path) -> None:
+        """Report a tensor of another form than the one there is."""
+        if is_tensor(live) and (live.shape, live.dtype) != (value.shape, value.dtype):
+            what = "shape" if live.shape != value.shape else "dtype"
+            found, wanted = (
+                f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}"
+                for one in (value, live)
+            )
+            self._other_form(Mismatch(display(tuple(path)), what, found, wanted))
 
     def _add(self, value: Any, target: Any) -> None:
         if value is not target:
@@ -113,6 +122,18 @@ class Fills:
         if is_spread(value):
             return torch.empty(value.shape, dtype=value.dtype, device=place)
         return torch.empty_like(value, device=place)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    if type(value) in (list, tuple):
+        return any(map(_holds_tensors, value))
+    return is_tensor(value)
+
+
+def _shown(tensor: Any) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _is_alike(live: Any, shape: torch.Size, dtype: torch.dtype) -> bool:

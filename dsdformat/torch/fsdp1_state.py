@@ -35,7 +35,7 @@ def cut_unit(unit: Unit, state: Mapping[Any, Any]) -> Iterator[dict[Any, Any]]:
     for member in unit.members:
         parts: dict[Any, Any] = {}
         for key, value in state.items():
-            if _is_cut(key, value, unit.piece.numel()):
+            if _is_cut(member.names[0], key, value, unit.piece.numel()):
                 _check_numel(member, key, value, unit.piece.numel())
                 parts[key] = member.shard_of(value)
             else:
@@ -51,7 +51,7 @@ def as_shards(member: Member, state: Mapping[Any, Any]) -> dict[Any, Any]:
     """
     result = {}
     for key, value in state.items():
-        if _is_cut(key, value, member.stop - member.start):
+        if _is_cut(member.names[0], key, value, member.stop - member.start):
             _check_numel(member, key, value, member.stop - member.start)
             result[key] = member.as_shard(value)
         else:
@@ -59,11 +59,26 @@ def as_shards(member: Member, state: Mapping[Any, Any]) -> dict[Any, Any]:
     return result
 
 
-def _is_cut(key: Any, value: Any, numel: int) -> bool:
+def _is_cut(name: str, key: Any, value: Any, numel: int) -> bool:
     """Whether an entry has an element for each of this rank's; else it is a number."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or key == STEP:
+    if not isinstance(value, torch.Tensor):
+        if _holds_large(value):
+            raise UnsupportedValueError(
+                f"{shorten(key)} of {name} holds tensors in a {type(value).__name__}, which lie in "
+                "FSDP1's flat shards and cannot be joined",
+                hint="FSDP1 works with optimizers that keep tensors of a parameter by themselves",
+            )
+        return False
+    if value.dim() == 0 or key == STEP:
         return False
     return value.numel() == numel or value.numel() != 1
+
+
+def _holds_large(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0
+    items = value.values() if isinstance(value, Mapping) else value
+    return isinstance(value, (Mapping, list, tuple)) and any(map(_holds_large, items))
 
 
 def _check_numel(member: Member, key: Any, value: torch.Tensor, numel: int) -> None:
@@ -137,6 +152,7 @@ def join_unit(
             form is not None and _fits(member, key, form)
             for form, (member, _) in zip(forms, values, strict=True)
         ]
+        _check_shapes(key, values, forms)
         if all(cut):
             parts = tuple((member.shard_of, value) for member, value in values)
             dtype = next(form[1] for form in forms if form is not None)
@@ -152,6 +168,18 @@ def join_unit(
                     hint="wrap the model with use_orig_params=True",
                 )
     return result
+
+
+def _check_shapes(
+    key: Any, values: Sequence[tuple[Member, Any]], forms: Sequence[Form | None]
+) -> None:
+    for (member, _), form in zip(values, forms, strict=True):
+        if form is not None and form[0] and not _fits(member, key, form):
+            raise MismatchError(
+                f"{shorten(key)} of {member.names[0]} has shape {list(form[0])}, "
+                f"{list(member.sharding.shape)} wanted",
+                code="state_mismatch",
+            )
 
 
 def _fits(member: Member, key: Any, form: Form) -> bool:

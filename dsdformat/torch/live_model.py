@@ -52,6 +52,9 @@ class LiveModel:
         self.versions: Any = None  # of its modules, as the last state dict had them
         self._group = group
         self._timeout = timeout
+        modules = fsdp1.fsdp_modules(model)
+        if modules and timeout is not None:  # some have to talk to find out what they have
+            meet(Comm(modules[0].process_group), "a function of a state dict", timeout)
         self.units = fsdp1.find_units(model)
         self.tensors = self._tensors()
         self._parameters = {

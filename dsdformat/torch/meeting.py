@@ -10,7 +10,7 @@ import hashlib
 from datetime import timedelta
 from typing import Any
 
-from dsdformat.errors import DistributedError
+from dsdformat.errors import DistributedError, RankDisagreementError
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.compat import default_store
 
@@ -30,6 +30,7 @@ def meet(comm: Comm, call: str, timeout: timedelta) -> None:
 
     Raises:
         DistributedError: `ranks_absent`, with the ranks that did not come.
+        RankDisagreementError: `ranks_disagree`: ranks are here with different calls.
 
     Ranks: collective over the group.
     """
@@ -39,17 +40,34 @@ def meet(comm: Comm, call: str, timeout: timedelta) -> None:
     while True:
         key = _next_key(store, comm)
         store.set(f"{key}/{own}", call)
+        store.add(f"{key}/{call}", 1)
         count = store.add(key, 1)
         if count < _GIVEN_UP:  # else others have met here in vain, and gone on
             break
     if count == comm.world_size:
         store.set(f"{key}/all", "")
+        _compare(store, key, comm, call)
         return
     try:
         store.wait([f"{key}/all"], timeout)
     except Exception:  # each store has a kind of its own
         if store.add(key, _GIVEN_UP) % _GIVEN_UP != comm.world_size:
             raise _absent(store, key, comm, call, timeout) from None
+    _compare(store, key, comm, call)
+
+
+def _compare(store: Any, key: str, comm: Comm, call: str) -> None:
+    """Check that all ranks, which are here, make the same call."""
+    if store.add(f"{key}/{call}", 0) == comm.world_size:
+        return
+    calls = {rank: store.get(f"{key}/{rank}").decode() for rank in comm.ranks}
+    other = next(rank for rank, one in calls.items() if one != call)
+    raise RankDisagreementError(
+        f"rank {comm.ranks[comm.rank]} calls {call}, and rank {other} calls {calls[other]}",
+        code="ranks_disagree",
+        failures={},
+        hint="all ranks that hold the model make the same calls, in the same order",
+    )
 
 
 def _next_key(store: Any, comm: Comm) -> str:

@@ -6,36 +6,40 @@ Drives the public functions of `state_dict.py`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from dsdformat.errors import MismatchError
+from dsdformat.errors import MismatchError, UnsupportedValueError
 from dsdformat.format.digests import Hasher
 from dsdformat.torch import fsdp1
-from dsdformat.torch.broadcast import fill_from_first
-from dsdformat.torch.buffers import data_of
+from dsdformat.torch.buffers import as_bits, data_of
 from dsdformat.torch.comm import Comm, group_order
-from dsdformat.torch.dtypes import torch_dtype
 from dsdformat.torch.gather import gather
 from dsdformat.torch.live_model import Entry, LiveModel, is_placed
 from dsdformat.torch.placing import replace_content
-from dsdformat.torch.redistribute import as_dtensors, copy_all, host_copy, materialized, must_move
+from dsdformat.torch.redistribute import (
+    as_dtensors,
+    copy_all,
+    has_no_data,
+    host_copy,
+    materialized,
+    must_move,
+)
 from dsdformat.torch.report import LoadReport, Mismatch
-from dsdformat.torch.routes import Form
 from dsdformat.torch.sharding import is_spread, is_tensor, local_of, sharding_of
+from dsdformat.torch.told import Told
 
 __all__ = [
     "IncompatibleKeys",
     "StateDictMismatchError",
+    "check_alike",
     "finished",
-    "form_of",
-    "from_form",
     "get_model",
     "is_nothing",
-    "set_model",
+    "plan_model",
 ]
 
 
@@ -59,13 +63,28 @@ def get_model(live: LiveModel, *, full: bool, offload: bool) -> dict[str, Any]:
 
     Ranks: collective over the group, if `full` or with FSDP1; else local.
     """
-    entries = {name: value for _, name, value in live.entries()}
     comm = live.comm(Comm())
-    if live.is_spread and (full or live.units):
+    collective = live.is_spread and (full or bool(live.units))
+    if collective:
         live.meet(comm, "get_model_state_dict")
+    with (comm if collective else Comm.alone()).together("get_model_state_dict"):
+        entries = {name: value for _, name, value in live.entries()}
+        if full or offload:
+            _check_data(entries)
     if full and any(is_spread(value) for value in entries.values()):
         _check_same(comm, entries)
     return finished(entries, comm, full=full, offload=offload)
+
+
+def _check_data(entries: Mapping[str, Any]) -> None:
+    """Refuse tensors that have no data, all of them at once."""
+    meta = [name for name, value in entries.items() if is_tensor(value) and has_no_data(value)]
+    if meta:
+        shown = ", ".join(meta[:10]) + (f" and {len(meta) - 10} more" if len(meta) > 10 else "")
+        raise UnsupportedValueError(
+            f"{shown} are on the meta device and have no data",
+            hint="materialize the model first, as with to_empty(device=...), or load a state",
+        )
 
 
 def _check_same(comm: Comm, entries: Mapping[str, Any]) -> None:
@@ -73,11 +92,7 @@ def _check_same(comm: Comm, entries: Mapping[str, Any]) -> None:
     sums = []
     for name, value in entries.items():
         if isinstance(value, nn.Parameter) and not is_spread(value) and not value.is_meta:
-            hasher = Hasher()
-            data = data_of(value.detach()) if value.layout == torch.strided else b""
-            for part in data() if callable(data) else (data,):
-                hasher.update(part)
-            sums.append([name, hasher.digest().hex()])
+            sums.append([name, sum_of(value)])
     if comm.world_size > 1 and sums:
         comm.check_agreement(sums, "a parameter that is not sharded")
 
@@ -134,15 +149,15 @@ def _by_mesh(entries: Mapping[Any, Any]) -> dict[tuple[int, ...], list[Any]]:
     return meshes
 
 
-def set_model(
+def plan_model(
     live: LiveModel,
     given: Mapping[str, Any],
     *,
     full: bool,
     strict: bool,
     from_first: bool,
-) -> IncompatibleKeys:
-    """Set the state of a model.
+) -> Callable[[], IncompatibleKeys]:
+    """Compare a state with a model, and return what sets it.
 
     Args:
         live: The model.
@@ -152,65 +167,90 @@ def set_model(
         from_first: Whether rank 0 of the group gives other ranks their parts.
 
     Raises:
-        StateDictMismatchError: on every rank that takes part; nothing was changed.
+        StateDictMismatchError: on every rank that takes part.
+        RankDisagreementError: `ranks_disagree`: ranks were given different whole states.
 
     Ranks: collective over the group if `full`, or if given shards are spread in another way;
-        else local.
+        else local. So is the result.
     """
-    fsdp1.reshard(live.model)
-    entries = live.entries()
     comm = live.comm(Comm() if from_first else Comm.alone())
     if full:
         live.meet(comm, "set_model_state_dict")
-    if entries and is_nothing(comm if full else Comm.alone(), given, from_first=from_first):
-        return IncompatibleKeys([], [])
-    values = announced(comm, given) if from_first else dict(given)
-    report, keys = _compared(live, entries, values)
+    group = comm if full else Comm.alone()
+    with group.together("set_model_state_dict"):
+        entries = live.entries()
+    if entries and is_nothing(group, given, from_first=from_first):
+        return lambda: IncompatibleKeys([], [])
+    told = Told(comm, "set_model_state_dict", lambda: given) if from_first else None
+    values = dict(given) if told is None else told.state
     moves = not from_first and any(
         must_move(value, live.tensors[name])
         for name, value in values.items()
         if name in live.tensors
     )
-    with (comm if full or moves else Comm.alone()).together("set_model_state_dict"):
+    group = comm if full or moves else Comm.alone()
+    with group.together("set_model_state_dict"):
+        report, keys = _compared(live, entries, values)
+        if not from_first or comm.is_coordinator:
+            _compare_data(live, given, report)
         _check(report, keys, strict=strict)
+    if full and not from_first:
+        check_alike(comm, values)
+
+    def install() -> IncompatibleKeys:
+        fsdp1.reshard(live.model)
+        _set(live, entries, values, told, group)
+        return keys
+
+    return install
+
+
+def _set(
+    live: LiveModel,
+    entries: Sequence[Entry],
+    values: dict[str, Any],
+    told: Told | None,
+    group: Comm,
+) -> None:
     targets = _targets(live, entries, values)
     with torch.no_grad():
-        if from_first:
-            fill_from_first(comm, given, targets, forms_of(targets, values))
-        else:
+        if told is None:
             copy_all(values, targets)
-        _hand_over(live, entries, values)
-    return keys
+        else:
+            told.fill({name: (values[name], target) for name, target in targets.items()})
+            placed = {name for _, name, value in entries if is_placed(name, value)}
+            rest = {name: value for name, value in values.items() if name not in placed}
+            values = {**values, **told.whole(rest)}
+        with group.together("set_model_state_dict"):
+            _hand_over(live, entries, values)
 
 
-def announced(comm: Comm, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what rank 0 has, on all ranks: tensors on meta for tensors, and the values.
+def check_alike(comm: Comm, values: Mapping[Any, Any]) -> None:
+    """Check that all ranks were given the same whole tensors, of which each takes its part.
+
+    Raises:
+        RankDisagreementError: `ranks_disagree`, with a name.
 
     Ranks: collective over the group.
     """
-    rows: dict[str, Any] = {}
-    if comm.is_coordinator:
-        for name, value in given.items():
-            rows[name] = form_of(value) if is_tensor(value) else [value]
-    told: dict[str, Any] = comm.tell(rows)
-    return {name: from_form(row) for name, row in told.items()}
+    if comm.world_size == 1:
+        return
+    with comm.together("comparing what is set"):
+        sums = [
+            [key if isinstance(key, str) else ".".join(map(str, key)), sum_of(value)]
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor) and not is_spread(value)
+        ]
+    comm.check_agreement(sums, "what is set")
 
 
-def form_of(tensor: Any) -> dict[str, Any]:
-    """Describe a tensor in values of the format."""
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-
-
-def from_form(row: Any) -> Any:
-    """Return a tensor on meta for the description of one, or the value in a list."""
-    if isinstance(row, list):
-        return row[0]
-    return torch.empty(row["shape"], dtype=torch_dtype(row["dtype"]), device="meta")
-
-
-def forms_of(targets: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Form]:
-    """Return shape and dtype of what is sent for each target."""
-    return {name: (tuple(values[name].shape), values[name].dtype) for name in targets}
+def sum_of(tensor: torch.Tensor) -> str:
+    """Return a digest of a tensor's bytes, as hexadecimal digits."""
+    hasher = Hasher()
+    data = data_of(tensor.detach()) if tensor.layout == torch.strided else b""
+    for part in data() if callable(data) else (data,):
+        hasher.update(part)
+    return hasher.digest().hex()
 
 
 def _compared(
@@ -268,6 +308,30 @@ def is_nothing(comm: Comm, given: Mapping[str, Any], *, from_first: bool) -> boo
         hint=f"pass it on each of the ranks {ranks}, or set broadcast_from_rank0=True if only the "
         "first of them has it",
     )
+
+
+def _compare_data(live: LiveModel, values: Mapping[str, Any], report: LoadReport) -> None:
+    """Report tensors without data, and different ones for the names of a tied tensor."""
+    firsts: dict[int, str] = {}
+    for name, value in values.items():
+        if not is_tensor(value):
+            continue
+        if has_no_data(value):
+            report.mismatched.append(Mismatch(name, "data", "none, on the meta device", "data"))
+        elif name in live.tensors:
+            first = firsts.setdefault(id(live.tensors[name]), name)
+            if first != name and not _are_same(values[first], value):
+                there = f"other data than {first}"
+                report.mismatched.append(Mismatch(name, "tie", there, f"the same as {first}"))
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    a, b = local_of(one), local_of(other)
+    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout) or a.is_meta:
+        return False
+    return a.layout != torch.strided or torch.equal(as_bits(a), as_bits(b))
 
 
 def _check(report: LoadReport, keys: IncompatibleKeys, *, strict: bool) -> None:

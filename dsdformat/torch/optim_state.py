@@ -19,22 +19,22 @@ from dsdformat.torch.fsdp1_optim import completed
 from dsdformat.torch.live_model import LiveModel
 from dsdformat.torch.model_state import (
     StateDictMismatchError,
+    check_alike,
     finished,
-    form_of,
-    from_form,
     is_nothing,
 )
 from dsdformat.torch.names import Namer, ParamNames
 from dsdformat.torch.optim import GROUPS, STATE, capture_optimizers, entries_of
 from dsdformat.torch.place_optim import place_optimizers
 from dsdformat.torch.placing import Plan
-from dsdformat.torch.redistribute import must_move
+from dsdformat.torch.redistribute import has_no_data, must_move
 from dsdformat.torch.selection import Selection
 from dsdformat.torch.sharding import is_spread, is_tensor, local_of
 from dsdformat.torch.slots import initial_state
 from dsdformat.torch.stored import Path
+from dsdformat.torch.told import Told
 
-__all__ = ["get_optimizers", "set_optimizers"]
+__all__ = ["get_optimizers", "plan_optimizers"]
 
 PARAMS = "params"
 _PLACE = ("optimizer",)
@@ -49,15 +49,18 @@ def get_optimizers(
 
     Ranks: collective over the group, if `full` or with FSDP1; else local.
     """
-    names = Namer({"model": live.model}).names_of(optimizers, _PLACE)
-    captured = capture_optimizers(optimizers, names, _PLACE)
-    nested: dict[str, Any] = {
-        STATE: _with_slots(optimizers, names, captured[STATE]),
-        GROUPS: [dict(one) for one in captured[GROUPS].values()],
-    }
     comm = live.comm(Comm())
-    if live.is_spread and (full or live.units):
+    collective = live.is_spread and (full or bool(live.units))
+    if collective:
         live.meet(comm, "get_optimizer_state_dict")
+    namer = Namer({"model": live.model})
+    with (comm if collective else Comm.alone()).together("get_optimizer_state_dict"):
+        names = namer.names_of(optimizers, _PLACE)
+        captured = capture_optimizers(optimizers, names, _PLACE)
+        nested: dict[str, Any] = {
+            STATE: _with_slots(optimizers, names, captured[STATE]),
+            GROUPS: [dict(one) for one in captured[GROUPS].values()],
+        }
     nested[STATE] = completed(nested[STATE], live.units, names.names)
     if full or offload or live.units:
         leaves = finished(dict(_leaves(nested, ())), comm, full=full, offload=offload)
@@ -94,7 +97,7 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _leaves(item, (*path, key))
-    elif type(value) in (list, tuple) and any(isinstance(v, (torch.Tensor, dict)) for v in value):
+    elif type(value) in (list, tuple) and any(is_tensor(v) or isinstance(v, dict) for v in value):
         for index, item in enumerate(value):
             yield from _leaves(item, (*path, index))
     else:
@@ -109,7 +112,7 @@ def _replaced(value: Any, path: Path, leaves: Mapping[Any, Any]) -> Any:
     return type(value)(_replaced(v, (*path, i), leaves) for i, v in enumerate(value))
 
 
-def set_optimizers(
+def plan_optimizers(
     live: LiveModel,
     optimizers: Optimizers,
     given: Mapping[str, Any],
@@ -117,17 +120,17 @@ def set_optimizers(
     full: bool,
     strict: bool,
     from_first: bool,
-) -> None:
-    """Set the state of optimizers from a nested or flat one by names.
+) -> Callable[[], None]:
+    """Compare a nested or flat state by names with optimizers, and return what sets it.
 
-    A stored dtype is kept; nothing is stepped. An entry whose `step` is 0 leaves its parameter
-    without state, as it is before the first step.
+    A stored dtype is kept; nothing is stepped. An entry that is that of before the first step
+    leaves its parameter as it is then.
 
     Raises:
-        StateDictMismatchError: `strict`, and a parameter has no entry; nothing was changed.
+        StateDictMismatchError: `strict`, and names or forms differ.
 
     Ranks: collective over the group if `full`, with FSDP1, or if given shards are spread in
-        another way; else local.
+        another way; else local. So is the result.
     """
     names = Namer({"model": live.model}).names_of(optimizers, _PLACE)
     groups = _live_groups(optimizers, names)
@@ -135,23 +138,46 @@ def set_optimizers(
     if full or live.units:
         live.meet(comm, "set_optimizer_state_dict")
     if groups and is_nothing(comm if full else Comm.alone(), given, from_first=from_first):
-        return
-    fills = Fills()
+        return lambda: None
+    told, nested = None, {}
     if from_first:
-        nested, leaves = _told(comm, lambda: _nested(given, groups))
+        told = Told(comm, "set_optimizer_state_dict", lambda: _begun(_nested(given, groups)))
+        nested = told.state
     else:
-        nested, leaves = _nested(given, groups), {}
+        with (comm if full else Comm.alone()).together("set_optimizer_state_dict"):
+            nested = _begun(_nested(given, groups))
+            _check_data(nested)
     moves = bool(live.units) or _moves(nested, optimizers, names)
-    with (comm if full or from_first or moves else Comm.alone()).together(
-        "set_optimizer_state_dict"
-    ):
-        plan = _planned(optimizers, names, nested, strict, fills)
-    with torch.no_grad():
-        if from_first:
-            fills.run_from_first(comm, leaves)
-        else:
-            fills.run()
-        plan.finish()
+    group = comm if full or from_first or moves else Comm.alone()
+    plan = _empty_plan(strict)
+    fills = Fills(plan.other_form)
+    with group.together("set_optimizer_state_dict"):
+        _plan(plan, fills, live, optimizers, names, nested, strict)
+    if full and not from_first:
+        check_alike(comm, dict(_leaves(nested[STATE], ())))
+
+    def install() -> None:
+        with torch.no_grad():
+            if told is None:
+                fills.run()
+            else:
+                fills.run_told(told)
+            plan.finish()
+
+    return install
+
+
+def _check_data(nested: Mapping[str, Any]) -> None:
+    meta = [
+        ".".join(map(str, path))
+        for path, value in _leaves(nested[STATE], ())
+        if is_tensor(value) and has_no_data(value)
+    ]
+    if meta:
+        raise StateDictMismatchError(
+            f"{', '.join(meta[:10])} are on the meta device and have no data",
+            code="state_mismatch",
+        )
 
 
 def _live_groups(optimizers: Optimizers, names: ParamNames) -> list[list[str]]:
@@ -173,28 +199,6 @@ def _moves(nested: Mapping[str, Any], optimizers: Optimizers, names: ParamNames)
                     if alike and must_move(value, parameter):
                         return True
     return False
-
-
-def _told(comm: Comm, given: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[int, Any]]:
-    """Return what rank 0 has, with tensors on meta for tensors; and its own tensors by their ids.
-
-    Ranks: collective over the group.
-    """
-    rows: list[Any] = []
-    leaves: dict[Path, Any] = {}
-    with comm.together("set_optimizer_state_dict"):
-        if comm.is_coordinator:
-            leaves = dict(_leaves(given(), ()))
-            rows = [
-                [list(path), form_of(value) if is_tensor(value) else [value]]
-                for path, value in leaves.items()
-            ]
-    found: dict[Path, Any] = {tuple(path): from_form(row) for path, row in comm.tell(rows)}
-    nested: dict[str, Any] = {STATE: {}, GROUPS: []}
-    for path, value in found.items():
-        if len(path) > 1 or value:
-            _set(nested, path, value)
-    return nested, {id(form): leaves[path] for path, form in found.items() if path in leaves}
 
 
 def _nested(given: Mapping[str, Any], live: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -227,34 +231,36 @@ def _named(
     return {STATE: {names[n]: state for n, state in states.items()}, GROUPS: renamed}
 
 
-def _planned(
-    optimizers: Optimizers,
-    names: ParamNames,
-    nested: dict[str, Any],
-    strict: bool,
-    fills: Fills,
-) -> Plan:
-    """Plan to set; everything that can be wrong is found here."""
-    nested = {
-        STATE: {name: _stepped(state) for name, state in nested[STATE].items()},
-        GROUPS: nested[GROUPS],
-    }
-    if strict and nested[STATE]:
-        _check_states(optimizers, names, nested)
-    groups: OrderedDict[Any, Any] = OrderedDict()
-    leads = [_lead(optimizer, names) for optimizer in optimizers if _has_empty(optimizer)]
-    for group in nested[GROUPS]:
-        lead = leads[0] if leads else ""
-        groups[group[PARAMS][0] if group[PARAMS] else (lead, len(groups))] = dict(group)
-    plan = Plan(
+def _empty_plan(strict: bool) -> Plan:
+    return Plan(
         None,  # type: ignore[arg-type]  # nothing is read from a file
         Selection(None),
         dtype=lambda _: None,
         device=lambda _: torch.device("cpu"),
         strict=lambda _: strict,
     )
-    stored = {STATE: nested[STATE], GROUPS: groups}
-    place_optimizers(plan, optimizers, names, stored, _PLACE, fit=fills.fit)
+
+
+def _plan(
+    plan: Plan,
+    fills: Fills,
+    live: LiveModel,
+    optimizers: Optimizers,
+    names: ParamNames,
+    nested: dict[str, Any],
+    strict: bool,
+) -> None:
+    """Plan to set; everything that can be wrong is found here."""
+    states = _unstepped_left_out(optimizers, names, nested[STATE])
+    if strict and states:
+        _check_states(live, optimizers, names, {**nested, STATE: states})
+    leads = _leads_of_empty(optimizers, names, nested[GROUPS])
+    groups: OrderedDict[Any, Any] = OrderedDict()
+    for number, group in enumerate(nested[GROUPS]):
+        groups[group[PARAMS][0] if group[PARAMS] else (leads[number], number)] = dict(group)
+    place_optimizers(
+        plan, optimizers, names, {STATE: states, GROUPS: groups}, _PLACE, fit=fills.fit
+    )
     plan.report.unexpected.clear()  # state of optimizers that are set elsewhere
     if not strict:
         plan.report.missing.clear()
@@ -264,25 +270,89 @@ def _planned(
         raise StateDictMismatchError(
             error.message, code=error.code, hint=error.hint, report=error.report
         ) from None
-    return plan
+
+
+def _leads_of_empty(
+    optimizers: Optimizers, names: ParamNames, groups: Sequence[Mapping[str, Any]]
+) -> dict[int, str]:
+    """Say of each empty group, by its number, the first name of the optimizer that it is of.
+
+    It is one with an empty group of the same options, if there is one.
+    """
+    free = [
+        (_lead(optimizer, names), set(group))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if not group[PARAMS]
+    ]
+    result: dict[int, str] = {}
+    for number, group in enumerate(groups):
+        if not group[PARAMS]:
+            alike = (one for one in free if one[1] == set(group))
+            found = next(alike, free[0] if free else None)
+            result[number] = found[0] if found else ""
+            if found:
+                free.remove(found)
+    return result
+
+
+def _unstepped_left_out(
+    optimizers: Optimizers, names: ParamNames, states: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the entries, without those of before the first step that would make state."""
+    kept = {
+        name
+        for optimizer in optimizers
+        for parameter in _parameters(optimizer)
+        if optimizer.state.get(parameter)
+        for name in names.names[id(parameter)]
+    }
+    return {
+        name: dict(state) if name in kept or not _is_unstepped(state) else {}
+        for name, state in states.items()
+    }
+
+
+def _begun(nested: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the entries of optimizers that count no steps, if all that they have is zero."""
+    states = nested[STATE]
+    tensors = [value for _, value in _leaves(states, ()) if is_tensor(value)]
+    counted = any("step" in state for state in states.values())
+    if tensors and not counted and all(map(_is_zero, tensors)):
+        return {**nested, STATE: {name: {} for name in states}}
+    return nested
 
 
 def _lead(optimizer: torch.optim.Optimizer, names: ParamNames) -> str:
     return next(map(names.first, _parameters(optimizer)), "")
 
 
-def _has_empty(optimizer: torch.optim.Optimizer) -> bool:
-    return any(not group[PARAMS] for group in optimizer.param_groups)
-
-
-def _check_states(optimizers: Optimizers, names: ParamNames, nested: Mapping[str, Any]) -> None:
+def _check_states(
+    live: LiveModel, optimizers: Optimizers, names: ParamNames, nested: Mapping[str, Any]
+) -> None:
     known = {name for group in nested[GROUPS] for name in group[PARAMS]}
+    others = [name for name in nested[STATE] if name not in live.tensors]
+    own = {name for some in names.names.values() for name in some}
+    others = [name for name in others if name not in own]
+    if others:
+        raise StateDictMismatchError(
+            f"Unexpected optimizer state of {', '.join(others[:10])}, of which the model has no "
+            "parameter",
+            code="state_mismatch",
+            hint="pass StateDictOptions(strict=False) to leave it out",
+        )
     for optimizer in optimizers:
-        for parameter in _parameters(optimizer):
-            for mine in names.parts[id(parameter)]:
-                entry = any(name in nested[STATE] for name in mine)
-                if parameter.requires_grad and known.intersection(mine) and not entry:
-                    raise _lacks(mine[0])
+        parts = [
+            mine
+            for parameter in _parameters(optimizer)
+            if parameter.requires_grad
+            for mine in names.parts[id(parameter)]
+            if known.intersection(mine)
+        ]
+        lacking = [mine for mine in parts if not any(name in nested[STATE] for name in mine)]
+        # One of which nothing is there may keep nothing.
+        if lacking and (len(lacking) < len(parts) or optimizer.state or initial_state(optimizer)):
+            raise _lacks(lacking[0][0])
 
 
 def _lacks(name: str) -> StateDictMismatchError:
@@ -293,26 +363,14 @@ def _lacks(name: str) -> StateDictMismatchError:
     )
 
 
-def _stepped(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry; an empty one if it is that of before the first step."""
-    step = state.get("step")
-    zero = isinstance(step, torch.Tensor) and step.numel() == 1 and _is_zero(step)
-    return {} if zero or (type(step) in (int, float) and step == 0) else dict(state)
+def _is_unstepped(state: Mapping[str, Any]) -> bool:
+    """Whether an entry is that of before the first step."""
+    step: Any = state.get("step")
+    if is_tensor(step):
+        return bool(step.numel() == 1 and _is_zero(step))
+    return type(step) in (int, float) and step == 0
 
 
-def _is_zero(step: torch.Tensor) -> bool:
-    local = local_of(step)
+def _is_zero(tensor: Any) -> bool:
+    local = local_of(tensor)
     return not local.is_meta and not local.any()
-
-
-def _set(root: dict[str, Any], path: Path, value: Any) -> None:
-    node: Any = root
-    for step, following in zip(path, path[1:], strict=False):
-        empty: Any = [] if type(following) is int and step in (GROUPS,) else {}
-        if isinstance(node, list):
-            while len(node) <= step:
-                node.append({})
-            node = node[step]
-        else:
-            node = node.setdefault(step, empty)
-    node[path[-1]] = value

@@ -24,7 +24,7 @@ from dsdformat.torch.sharding import (
     sharding_of,
 )
 
-__all__ = ["as_dtensors", "copy_all", "host_copy", "materialized", "must_move"]
+__all__ = ["as_dtensors", "copy_all", "has_no_data", "host_copy", "materialized", "must_move"]
 
 
 def must_move(value: Any, live: Any) -> bool:
@@ -128,6 +128,11 @@ def _dtensor_like(value: FlatShard) -> torch.Tensor:
     position = sharding.ranks.index(torch.distributed.get_rank())
     shard = empty(sharding.shard_shape(position), value.dtype, value.device)
     return dtensor_of(shard, value.mesh, value.placements, value.shape)
+
+
+def has_no_data(tensor: Any) -> bool:
+    """Whether what this rank has of a tensor is on the meta device."""
+    return local_of(tensor).is_meta
 
 
 def materialized(live: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -8,6 +8,7 @@ nothing is computed; the live one is not touched.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from typing import Any
 
@@ -30,7 +31,7 @@ def initial_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[s
     rehearsal, twins = _rehearsal(optimizer)
     try:
         with torch.no_grad():
-            rehearsal.step()
+            inspect.unwrap(type(rehearsal).step)(rehearsal)  # without hooks of steps
     except Exception:  # a user's optimizer may need data; then nothing is known of it
         return {}
     result = {}

@@ -19,8 +19,8 @@ from dsdformat.errors import ArgumentError
 from dsdformat.torch.fqn import unwrapped
 from dsdformat.torch.introspect import PATCHED
 from dsdformat.torch.live_model import LiveModel
-from dsdformat.torch.model_state import IncompatibleKeys, get_model, set_model
-from dsdformat.torch.optim_state import get_optimizers, set_optimizers
+from dsdformat.torch.model_state import IncompatibleKeys, get_model, plan_model
+from dsdformat.torch.optim_state import get_optimizers, plan_optimizers
 from dsdformat.torch.slots import initial_state
 
 __all__ = [
@@ -201,13 +201,7 @@ def set_model_state_dict(
     """
     options = _checked(options)
     given = _by_name(model, model_state_dict)
-    return set_model(
-        _live(model, options),
-        given,
-        full=options.full_state_dict,
-        strict=options.strict,
-        from_first=options.broadcast_from_rank0,
-    )
+    return _plan_model(model, given, options)()
 
 
 def set_optimizer_state_dict(
@@ -232,14 +226,7 @@ def set_optimizer_state_dict(
     Memory: the state, where there is none yet.
     """
     options = _checked(options)
-    set_optimizers(
-        _live(model, options),
-        _as_tuple(optimizers),
-        optim_state_dict,
-        full=options.full_state_dict,
-        strict=options.strict,
-        from_first=options.broadcast_from_rank0,
-    )
+    _plan_optimizers(model, optimizers, optim_state_dict, options)()
 
 
 def set_state_dict(
@@ -251,8 +238,10 @@ def set_state_dict(
     options: StateDictOptions | None = None,
 ) -> IncompatibleKeys:
     """Set the states of a model and of its optimizers; see the two functions for one each."""
-    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
-    return set_model_state_dict(model, model_state_dict, options=options)
+    options = _checked(options)
+    set_model = _plan_model(model, _by_name(model, model_state_dict), options)
+    _plan_optimizers(model, optimizers, optim_state_dict, options)()
+    return set_model()
 
 
 def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
@@ -309,6 +298,34 @@ def _checked(options: StateDictOptions | None) -> StateDictOptions:
     return options
 
 
+def _plan_model(
+    model: nn.Module, given: Mapping[str, Any], options: StateDictOptions
+) -> Callable[[], IncompatibleKeys]:
+    return plan_model(
+        _live(model, options),
+        given,
+        full=options.full_state_dict,
+        strict=options.strict,
+        from_first=options.broadcast_from_rank0,
+    )
+
+
+def _plan_optimizers(
+    model: nn.Module,
+    optimizers: Optimizers,
+    given: Mapping[str, Any] | None,
+    options: StateDictOptions,
+) -> Callable[[], None]:
+    return plan_optimizers(
+        _live(model, options),
+        _as_tuple(optimizers),
+        given or {},
+        full=options.full_state_dict,
+        strict=options.strict,
+        from_first=options.broadcast_from_rank0,
+    )
+
+
 def _live(model: nn.Module, options: StateDictOptions) -> LiveModel:
     return LiveModel(model, options.process_group, options.timeout)
 
@@ -351,8 +368,9 @@ def _walk(module: nn.Module, prefix: str) -> Iterable[tuple[nn.Module, str]]:
         yield from _walk(unwrapped(child), f"{prefix}{name}.")
 
 
-def _by_name(model: nn.Module, given: Mapping[Any, Any]) -> dict[str, Any]:
+def _by_name(model: nn.Module, given: Mapping[Any, Any] | None) -> dict[str, Any]:
     """Return a flat dict, also for one of submodules, which is deprecated."""
+    given = given or {}
     if not any(isinstance(key, nn.Module) for key in given):
         return dict(given)
     warnings.warn(

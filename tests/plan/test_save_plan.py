@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from dsdformat.boxes import Box
+from dsdformat.boxes import Box, cut_dims, is_tiling
 from dsdformat.plan.mesh import Replicate, Shard
 from dsdformat.plan.save_plan import SPLIT_NBYTES, plan_save
 from dsdformat.plan.sharding import BoxSharding, FlatSharding, Held, MeshSharding, on_each
@@ -181,3 +181,117 @@ def test_all_ranks_see_the_same_plan():
         for number in range(60)
     )
     assert len(list(itertools.chain(*plans))) == 360
+
+
+def test_what_all_ranks_know_counts_for_a_part_of_them():
+    """A stage knows what the whole world writes, and evens it out; the world knows no stage."""
+    world, stage = tuple(range(4)), (2, 3)
+    uneven = BoxSharding(
+        (4000,),
+        world,
+        tuple(
+            (Held(Box((low,), (high - low,)), Box((0,), (high - low,))),)
+            for low, high in itertools.pairwise((0, 500, 1000, 3500, 4000))
+        ),
+        ((500,), (500,), (2500,), (500,)),
+    )
+    tensors = [(uneven, 1), *[(on_each((100,), stage), 1)] * 20, *[(on_each((10,), world), 1)] * 9]
+    ranks = written(tensors, world)
+    assert sum(ranks) == 4000 + 2000 + 90
+    assert ranks[2] == 2500  # it holds that alone, so the rest of its stage writes what both hold
+    assert ranks[3] == 500 + 2000 + 30
+    assert ranks[0] == ranks[1] == 500 + 30
+
+
+def test_boxes_with_fewer_holders_come_first_and_the_others_level_out():
+    ranks = tuple(range(8))
+    some = random.Random(5)
+    tensors = []
+    for _ in range(60):
+        shape = (some.randint(1, 40) * 8, 64)
+        tensors.append((MeshSharding(shape, ranks, (8,), (Shard(0),)), 4))
+        tensors.append((MeshSharding(shape, ranks, (4, 2), (Shard(0), Replicate())), 4))
+        tensors.append((MeshSharding(shape, ranks, (2, 4), (Replicate(), Shard(0))), 4))
+        tensors.append((on_each(shape, ranks), 4))
+        tensors.append((on_each((), ranks), 4))
+    total = written(tensors, ranks)
+    assert max(total) - min(total) <= max(held_nbytes(one) for one in tensors)
+    assert max(total) <= 1.02 * min(total)
+
+
+def held_nbytes(one) -> int:
+    sharding, width = one
+    return width * max(held.outer.numel for held in sharding.held(0))
+
+
+HUGE = [
+    pytest.param((128_256, 4096), None, id="an-embedding"),
+    pytest.param((1, 1, 1 << 29), None, id="one-row"),
+    pytest.param((3, 1 << 27), None, id="fewer-rows-than-ranks"),
+    pytest.param((8192, 16384), (1, 0), id="flat-and-transposed"),
+]
+
+
+@pytest.mark.parametrize(("shape", "order"), HUGE)
+def test_pieces_are_large_and_whole_pages_and_together_all(shape, order):
+    ranks = tuple(range(16))
+    numel = int(np.prod(shape))
+    sharding = on_each(shape, ranks)
+    if order is not None:
+        sharding = FlatSharding(shape, ranks, 0, numel, (0,) * 16, order)
+    plans = [plan_save([(sharding, 4)], rank)[0] for rank in ranks]
+    boxes = [held.outer for helds in plans for held in helds]
+    assert sum(box.numel for box in boxes) == numel
+    assert is_tiling(shape, boxes, cut_dims(shape, boxes))
+    sizes = sorted(4 * box.numel for box in boxes)
+    assert sizes[0] >= min(SPLIT_NBYTES, sizes[-1] / 2)
+    assert all(size % 4096 == 0 for size in sizes)
+    each = [4 * sum(held.outer.numel for held in helds) for helds in plans]
+    assert max(each) <= 1.1 * 4 * numel / 16 + SPLIT_NBYTES
+    if order is not None:  # contiguous in the flat shard
+        assert all(held.inner.shape == (held.outer.numel,) for helds in plans for held in helds)
+        assert len(boxes) == 16
+
+
+def test_few_tensors_are_cut_where_there_are_many():
+    ranks = tuple(range(8))
+    some = random.Random(1)
+    tensors = [(on_each((some.randint(1, 4) * 1024, 4096), ranks), 4) for _ in range(400)]
+    plans = [plan_save(tensors, rank) for rank in ranks]
+    assert sum(len(helds) for plan in plans for helds in plan) == len(tensors)
+
+
+def corner(size: int) -> Held:
+    return Held(Box((0, 0), (size, size)), Box((0, 0), (size, size)))
+
+
+def test_of_boxes_that_overlap_the_smaller_one_is_taken_first():
+    table = ((corner(10),), (corner(4),), ())
+    sharding = BoxSharding((10, 10), (0, 1, 2), table, ((10, 10), (4, 4), (0, 0)))
+    first, second, third = (plan_save([(sharding, 4)], rank)[0] for rank in range(3))
+    assert [str(held.outer) for held in second] == ["[0:4,0:4]"]
+    assert sorted(str(held.outer) for held in first) == ["[0:4,4:10]", "[4:10,0:10]"]
+    assert third == []
+
+
+def test_a_cell_goes_to_whichever_of_its_holders_has_least_to_write():
+    """Rank 1 has a corner of what rank 0 has, and much else: rank 0 writes the corner too."""
+    table = ((corner(10),), (corner(4),))
+    sharding = BoxSharding((10, 10), (0, 1), table, ((10, 10), (4, 4)))
+    row = Held(Box((0,), (500,)), Box((0,), (500,)))
+    alone = BoxSharding((500,), (0, 1), ((), (row,)), ((0,), (500,)))
+    assert written([(sharding, 4), (alone, 4)], (0, 1)) == [400, 2000]
+
+
+def test_the_rank_does_not_need_to_hold_anything():
+    sharding = MeshSharding((3, 5), (0, 1), (2,), (Shard(0),))
+    assert plan_save([(sharding, 4), (on_each((0, 2), (1, 0)), 4)], 7) == [[], []]
+
+
+def test_equal_lists_of_ranks_are_one_whether_or_not_they_are_one_object():
+    shapes = [(n, 8) for n in range(1, 30)]
+    shared = tuple(range(6))
+    copied = [tuple(sorted(shared)) for _ in shapes]
+    one = [(on_each(shape, shared), 4) for shape in shapes]
+    other = [(on_each(shape, ranks), 4) for shape, ranks in zip(shapes, copied, strict=True)]
+    assert [plan_save(one, rank) for rank in shared] == [plan_save(other, rank) for rank in shared]

@@ -20,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noq
 
 import dsdformat.torch as dsd  # noqa: E402
 from dsdformat import MismatchError, UnsupportedValueError  # noqa: E402
-from dsdformat.torch import compat, live_model  # noqa: E402
+from dsdformat.torch import compat  # noqa: E402
 from dsdformat.torch.flatten import FlattenParams  # noqa: E402
 from dsdformat.torch.state_dict import (  # noqa: E402
     StateDictOptions,

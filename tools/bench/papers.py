@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from dsdformat import Checkpoint
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.frame import emit_manifest
-from dsdformat.format.manifest import ChunkRows, DataFile, Mesh, emit_body
+from dsdformat.format.manifest import Body, ChunkRows, DataFile, Mesh, emit_body
 from dsdformat.plan.part import FileSums, Part, TensorRecord, emit_sections
 from dsdformat.plan.part_merge import merge_parts
 from dsdformat.plan.save_plan import plan_save
 from dsdformat.plan.sharding import Held, MeshSharding, Sharding
 from dsdformat.storage.memory import MemoryStorage
 
-__all__ = ["PaperTensor", "make_part", "manifest_of", "on_paper", "opened"]
+__all__ = ["PaperTensor", "make_part", "manifest_of", "on_paper", "opened", "rows_manifest"]
 
 HEADER_NBYTES = 4096
 BLOCK_NBYTES = 4 << 20
@@ -104,6 +106,56 @@ def manifest_of(part: Part) -> bytes:
     return head + b"".join(pages)
 
 
+def rows_manifest(tensors: int, ranks: int, rows: int, columns: int) -> bytes:
+    """Make a manifest of float32 matrices, of which each rank has some rows in its file.
+
+    As `on_paper` would, but in one step for all chunks.
+
+    Args:
+        tensors: Number of matrices.
+        ranks: Number of ranks.
+        rows: Of each matrix on each rank.
+        columns: Of each matrix.
+    """
+    chunks, nbytes = tensors * ranks, 4 * rows * columns
+    blocks = -(-nbytes // BLOCK_NBYTES)
+    rank, tensor = np.arange(chunks) % ranks, np.arange(chunks) // ranks
+    boxes = np.zeros((chunks, 4), "<u8")
+    boxes[:, 0], boxes[:, 2], boxes[:, 3] = rank * rows, rows, columns
+    files = tuple(
+        DataFile(
+            f"model-{one:05d}-of-{ranks:05d}.safetensors",
+            HEADER_NBYTES + tensors * nbytes,
+            HEADER_NBYTES,
+            ("model",),
+            {"format": "pt"},
+            one,
+        )
+        for one in range(ranks)
+    )
+    names = tuple(f"layers.{number:05d}.weight" for number in range(tensors))
+    body = Body(tree_of(names), BLOCK_NBYTES, ("float32",), files, world_size=ranks)
+    sections = [
+        ("body", emit_body(body)),
+        ("tensors", np.repeat(np.array([0, 2, ranks, 0], "<u4"), tensors).tobytes()),
+        ("shapes", np.tile(np.array([ranks * rows, columns], "<u8"), tensors).tobytes()),
+        (
+            "chunks",
+            rank.astype("<u4").tobytes()
+            + bytes(4 * chunks)
+            + (HEADER_NBYTES + tensor * nbytes).astype("<u8").tobytes()
+            + ((rank * tensors + tensor) * blocks).astype("<u8").tobytes()
+            + bytes(8 * chunks),
+        ),
+        ("boxes", boxes.tobytes()),
+        ("digests", bytes(32 * chunks * blocks)),
+        ("frames", b""),
+    ]
+    pieces = [(name, [content]) for name, content in sections]
+    head, pages, _ = emit_manifest(pieces, (), compress=False)
+    return head + b"".join(pages)
+
+
 def opened(manifest: bytes) -> Checkpoint:
     """Open a checkpoint of which nothing but the manifest is there."""
     return Checkpoint(MemoryStorage({"manifest.dsd": manifest}), threads=1)
@@ -119,9 +171,7 @@ def tree_of(names: tuple[str, ...]) -> dict[str, Any]:
 @cache
 def records_of(tensors: tuple[PaperTensor, ...]) -> Sequence[TensorRecord]:
     """Return what all ranks agree on; one list for all of them."""
-    return [
-        TensorRecord(one.dtype, one.sharding.shape, layout_of(one.sharding)) for one in tensors
-    ]
+    return [TensorRecord(one.dtype, one.sharding.shape, layout_of(one.sharding)) for one in tensors]
 
 
 def layout_of(sharding: Sharding) -> tuple[Mesh, tuple[str, ...]] | None:
