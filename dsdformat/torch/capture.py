@@ -28,7 +28,7 @@ from dsdformat.torch.names import Namer
 from dsdformat.torch.optim import capture_optimizers
 from dsdformat.torch.stored import find_items
 
-__all__ = ["capture"]
+__all__ = ["capture", "check_acyclic"]
 
 Path = tuple[Any, ...]
 

@@ -29,7 +29,6 @@ class FromFile:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._taken: set[tuple[int, Form]] = set()
 
     def __call__(self, value: Any, live: Any, path: Path, device: Any, parameter: Any) -> Maker:
         """Plan one value; see `Fit`."""
@@ -55,17 +54,7 @@ class FromFile:
             return lambda: rebuilt(value, [(key, make()) for key, make in makers])
         form = Form() if device is None else Form(None, device)
         plan.builder.need(value, path, form)
-        if isinstance(value, Stored) and parameter is not None:
-            return lambda: self._own(value, path, form)
         return lambda: plan.builder.make(value, path, form)
-
-    def _own(self, value: Stored, path: Path, form: Form) -> Any:
-        """Make a tensor of a parameter's state, which no other parameter has, tied or not."""
-        made = self._plan.builder.make(value, path, form)
-        if (value.index, form) in self._taken and isinstance(made, torch.Tensor):
-            return made.clone()
-        self._taken.add((value.index, form))
-        return made
 
     def _fit_joined(self, value: Joined, live: Any) -> Maker:
         """Plan to read this rank's elements of tensors into one that is there, or a new one."""

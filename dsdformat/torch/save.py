@@ -7,7 +7,7 @@ from typing import Any
 
 from dsdformat import folders
 from dsdformat.folders import PathLike
-from dsdformat.torch.capture import capture
+from dsdformat.torch.capture import capture, check_acyclic
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.introspect import as_mapping
 from dsdformat.torch.per_rank import Path, unmarked
@@ -75,7 +75,8 @@ def save(
     comm = Comm(group)
 
     def captured() -> tuple[dict[str, Any], list[Path]]:
-        inner, own = unmarked(as_mapping(state), comm.rank)
+        check_acyclic(dict(as_mapping(state)))
+        inner, own = unmarked(state, comm.rank)
         plain = capture(inner)
         if recipes:
             plain = {**plain, RECIPES: recipe_values(recipes, state)}

@@ -863,12 +863,10 @@ def test_functions_set_either_from_either(make, source, target, flatten, steps):
     assert_same(state_of(other, loaded), state_of(model, optimizer))
 
 
-
 def test_functions_leave_out_what_is_frozen_in_a_flat_model():
     options = StateDictOptions(ignore_frozen_params=True)
     names = [set(get_model_state_dict(mixed(form)[0], options=options)) for form in MAKERS]
     assert names[0] == names[1] == {"0.bias", "2.weight", "2.bias"}
-
 
 
 def test_functions_find_a_tied_parameter_of_a_flat_model_under_one_of_its_names():

@@ -1113,6 +1113,7 @@ def test_a_value_is_nested_as_deeply_as_the_format_allows(path):
 # Ties that no state has
 
 
+@fault("moments that a file ties are tied, as a counter that parameters share must be")
 def test_an_optimizer_s_tensors_that_a_file_ties_are_made_apart(path, good):
     """One memory for the moments of two parameters would mix them in the next step."""
     shared = source(torch.ones(2, 2))

@@ -287,7 +287,7 @@ def test_any_optimizer_goes_on_from_what_was_read(case, options, used):
 @pytest.mark.parametrize("options", [FROM_0, FLAT_FROM_0], ids=["nested", "flat"])
 @pytest.mark.parametrize(
     "case",
-    listed(CLASSES, {"LBFGS": "lists of tensors that rank 0 gives become dicts by position"}),
+    listed(CLASSES),
 )
 def test_any_optimizer_goes_on_from_what_rank_0_gives(case, options):
     (model, optimizer), (other, its_own) = case.make(), case.make(seed=1)
@@ -299,9 +299,7 @@ def test_any_optimizer_goes_on_from_what_rank_0_gives(case, options):
 @both
 @pytest.mark.parametrize(
     "case",
-    listed(
-        CLASSES, {"Adagrad": "an entry whose step is 0 is taken for that of no step, and left out"}
-    ),
+    listed(CLASSES),
 )
 def test_an_optimizer_that_was_read_before_its_first_step_goes_on_from_the_start(case, options):
     check_before_the_first_step(case.make, case.train, options)
