@@ -23,6 +23,7 @@ from dsdformat.format.dtypes import DTYPES, Dtype
 from dsdformat.format.manifest import Body, Columns
 from dsdformat.limits import KIB
 from dsdformat.plan.copies import Copy
+from dsdformat.plan.load_columns import PAGE_NBYTES
 from dsdformat.plan.load_plan import BATCH_NBYTES, SMALL_NBYTES, LoadPlan
 from dsdformat.storage.base import Storage
 
@@ -257,7 +258,7 @@ class BlockReader:
             elif plan.verify and (actual := digest(data)) != expected:
                 block = self._block_of(plan, row)
                 raise self._mismatch("checksum_mismatch", block, expected, actual)
-            _hand_out(data, ranges.start[row], _takers(plan, into, row))
+            _hand_out_row(plan, into, row, data)
 
     def _digests_of(self, plan: LoadPlan, rows: Sequence[int]) -> Iterator[bytes]:
         """Give the digests of blocks: neighbours in a file are so in the table too (R-9.13)."""
@@ -274,10 +275,13 @@ class BlockReader:
         return plan.chunks.first_block[plan.ranges.chunk[row]] + number
 
     def _read_runs(self, block: _Block, copy: Copy, into: memoryview) -> None:
-        """Read each run straight to its place, and nothing in between."""
-        for src, dst in copy.places():
-            at = block.byte_offset + src - block.start
-            self._fill(block.file, at, into[dst : dst + copy.run])
+        """Read runs that are far apart one by one, and nothing in between."""
+        outer, inner = copy.split(PAGE_NBYTES)
+        for src, dst in outer.places():
+            piece = block._replace(
+                start=0, nbytes=outer.run, byte_offset=block.byte_offset + src - block.start
+            )
+            self._stream(piece, [(inner, into[dst:])], verify=False)
 
     def _stream(self, block: _Block, takers: Sequence[_Taker], *, verify: bool) -> None:
         """Read a raw block piece by piece: straight to its place where nothing is in between."""
@@ -391,6 +395,19 @@ def _find_straight(takers: Sequence[_Taker], start: int, nbytes: int) -> _Taker 
         if not copy.levels and copy.src <= start and start + nbytes <= copy.src + copy.run:
             return taker
     return None
+
+
+def _hand_out_row(plan: LoadPlan, into: Sequence[memoryview], row: int, data: memoryview) -> None:
+    """Hand out a small range; most have one taker, of one run."""
+    chunk, start, copies = plan.ranges.chunk[row], plan.ranges.start[row], plan.copies
+    one = plan.chunks.first_copy[chunk]
+    if plan.chunks.copies[chunk] > 1 or one in plan.many:
+        _hand_out(data, start, _takers(plan, into, row))
+        return
+    src = copies.src[one]
+    low, high = max(src, start), min(src + copies.run[one], start + len(data))
+    at = copies.dst[one] - src
+    into[copies.wanted[one]][at + low : at + high] = data[low - start : high - start]
 
 
 def _hand_out(data: memoryview, start: int, takers: Iterable[_Taker]) -> None:

@@ -134,19 +134,20 @@ class TensorTable:
         self._check_open()
         wanted = self.verifies if verify is None else verify
         planners = [LoadPlanner(self.body.block_nbytes, verify=wanted, bound=bound) for _ in boxes]
-        by_tensor: dict[int, dict[int, list[tuple[int, Wanted]]]] = {}
-        for planner, some in enumerate(boxes):
-            for number, one in enumerate(some):
-                by_tensor.setdefault(one.tensor, {}).setdefault(planner, []).append((number, one))
-        for index in sorted(by_tensor):
+        lists: list[dict[int, list[tuple[int, Wanted]]]] = [{} for _ in boxes]
+        for some, by_tensor in zip(boxes, lists, strict=True):
+            for pair in enumerate(some):
+                by_tensor.setdefault(pair[1].tensor, []).append(pair)
+        for index in sorted(set().union(*lists)):
             if not 0 <= index < len(self):
                 raise ArgumentError(f"there is no tensor {index}", code="bad_argument")
             table = self.chunk_table(index)
-            for planner, pairs in by_tensor[index].items():
+            for planner, by_tensor in zip(planners, lists, strict=True):
+                pairs = by_tensor.get(index, ())
                 for _, (_, box, _) in pairs:
                     if any(box.offset) or box.shape != table.shape:
                         self._check_inside(index, box, table.shape)
-                planners[planner].add(index, table, pairs)
+                planner.add(index, table, pairs)
         return [planner.finish() for planner in planners]
 
     def run(self, plan: LoadPlan, into: Sequence[Any]) -> None:

@@ -84,9 +84,7 @@ def find_sound_table(
     tiling = find_tiling(shape, offsets, sizes)
     if tiling is None:
         return None
-    lengths: Sequence[int] = [dtype.itemsize] * len(rows.file)
-    for column in sizes:
-        lengths = list(map(operator.mul, lengths, column))
+    lengths = _lengths(dtype.itemsize, sizes)
     if not _are_in_bounds(body, columns, rows, lengths):
         return None
     some = {body.files[index].prefix: index for index in set(rows.file)}
@@ -108,14 +106,30 @@ def find_sound_table(
     return ChunkTable(dtype, shape, len(lengths), tiling, place)
 
 
+def _lengths(itemsize: int, sizes: Sequence[array[int]]) -> Sequence[int]:
+    """Return the bytes of boxes; most dims are as long in all of them."""
+    count = len(sizes[0])
+    varying = []
+    for column in sizes:
+        if column == array("Q", column[:1]) * count:
+            itemsize *= column[0]
+        else:
+            varying.append(column)
+    lengths: Sequence[int] = [itemsize] * count
+    for column in varying:
+        lengths = list(map(operator.mul, lengths, column))
+    return lengths
+
+
 def _are_in_bounds(body: Body, columns: Columns, rows: ChunkRows, lengths: Sequence[int]) -> bool:
     """Whether files, their bytes and digests are there (R-9.1, R-9.12, R-10.2)."""
     if max(rows.file) >= len(body.files):
         return False
-    block_nbytes = body.block_nbytes
-    blocks = [-(-nbytes // block_nbytes) for nbytes in lengths]
-    if max(map(operator.add, rows.first_block, blocks)) > columns.blocks:
-        return False
+    most = -(-max(lengths) // body.block_nbytes)
+    if max(rows.first_block) + most > columns.blocks:  # unless that one is shorter
+        blocks = [-(-nbytes // body.block_nbytes) for nbytes in lengths]
+        if max(map(operator.add, rows.first_block, blocks)) > columns.blocks:
+            return False
     files = [body.files[index] for index in rows.file]
     if any(map(operator.lt, rows.byte_offset, [file.header_nbytes for file in files])):
         return False

@@ -59,6 +59,21 @@ class Copy(NamedTuple):
         """Where the last run ends in the chunk."""
         return self.src + self.run + sum((n - 1) * step for n, step, _ in self.levels)
 
+    def split(self, gap_nbytes: int) -> tuple[Copy, Copy]:
+        """Take runs together that have less than so many bytes between them.
+
+        Returns:
+            A copy whose runs are what is taken together, with the gaps inside; and one that
+            carries such a run, from its beginning to the beginning of its place.
+        """
+        extent, depth = self.run, len(self.levels)
+        while depth and self.levels[depth - 1].src_step - extent < gap_nbytes:
+            depth -= 1
+            times, step, _ = self.levels[depth]
+            extent += (times - 1) * step
+        outer = Copy(self.src, self.dst, extent, self.levels[:depth])
+        return outer, Copy(0, 0, self.run, self.levels[depth:])
+
     def spans(self, gap_nbytes: int) -> Iterator[tuple[int, int]]:
         """List the ranges of the chunk from the first run to the last, cut at wide gaps.
 
@@ -68,15 +83,9 @@ class Copy(NamedTuple):
         Yields:
             Begin and end, ascending; no more than there are gaps to leave out, and one.
         """
-        extent, depth = self.run, len(self.levels)
-        while depth and self.levels[depth - 1].src_step - extent < gap_nbytes:
-            depth -= 1
-            count, step, _ = self.levels[depth]
-            extent += (count - 1) * step
-        steps = [range(0, n * step, step) for n, step, _ in self.levels[:depth]]
-        for at in itertools.product(*steps):
-            begin = self.src + sum(at)
-            yield begin, begin + extent
+        outer, _ = self.split(gap_nbytes)
+        for begin, _ in outer.places():
+            yield begin, begin + outer.run
 
     def move(self, data: memoryview, low: int, into: memoryview) -> None:
         """Carry what of the runs lies in `data`, the bytes of the chunk from `low` on."""

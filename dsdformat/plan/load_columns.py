@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from dsdformat.plan.copies import Copy
 
-__all__ = ["ChunkColumns", "CopyColumns", "LoadPlan", "RangeColumns"]
+__all__ = ["PAGE_NBYTES", "ChunkColumns", "CopyColumns", "LoadPlan", "RangeColumns"]
+
+PAGE_NBYTES = 4096
 
 
 class _Columns:
@@ -93,7 +95,7 @@ class LoadPlan:
         verify: Whether blocks are compared with their digests.
         chunks, ranges, copies: The columns.
         many: Copies of several runs, by their row.
-        scattered: Ranges of which each run is read by itself; to the copy that they are for.
+        scattered: Ranges of which runs are read one by one; to the copy that they are for.
         order: Ranges by file and byte offset.
         read_at: Where in `order` each read begins, and at the end where the last one ends.
         wanted_nbytes: Bytes of the wanted boxes.
@@ -136,7 +138,7 @@ class LoadPlan:
     @property
     def reads(self) -> int:
         """Number of ranges of files that are read."""
-        return self.tasks + sum(self.many[copy].runs - 1 for copy in self.scattered.values())
+        return self.tasks + sum(self.runs_of(row).runs - 1 for row in self.scattered)
 
     def rows(self, read: int) -> Sequence[int]:
         """Return the ranges of a read, in ascending order of their places."""
@@ -149,10 +151,14 @@ class LoadPlan:
             first, last = self.rows(read)[0], self.rows(read)[-1]
             file, begin = ranges.file[first], ranges.byte_offset[first]
             if first in self.scattered:
-                copy = self.many[self.scattered[first]]
-                yield from ((file, begin + src - copy.src, copy.run) for src, _ in copy.places())
+                runs = self.runs_of(first)
+                yield from ((file, begin + src - runs.src, runs.run) for src, _ in runs.places())
             else:
                 yield file, begin, ranges.byte_offset[last] + ranges.stored_nbytes[last] - begin
+
+    def runs_of(self, row: int) -> Copy:
+        """Return what of a scattered range is read one by one: runs a page apart, and more."""
+        return self.many[self.scattered[row]].split(PAGE_NBYTES)[0]
 
     def copy(self, row: int) -> Copy:
         """Return the copy of a row."""

@@ -10,7 +10,8 @@ The rule:
 - What is verified is read in whole blocks, since a digest is of one; so is what is compressed.
   Each block is read and hashed once, however many boxes want some of it.
 - What is raw and not verified is read as exact ranges. Runs with gaps between them are one range
-  where runs and gaps are within the bound; else each run is read by itself.
+  where the gaps are shorter than a page, which is read anyway, or where runs and gaps are within
+  the bound; else each run is read by itself.
 - Small ranges of one file are read together: those without a gap, then those with the smallest
   gaps, as long as all that is read is within the bound.
 
@@ -32,7 +33,7 @@ from dsdformat.format.codecs import RAW
 from dsdformat.limits import KIB
 from dsdformat.plan.chunk_tables import ChunkTable
 from dsdformat.plan.copies import Copy, find_copy
-from dsdformat.plan.load_columns import LoadPlan
+from dsdformat.plan.load_columns import PAGE_NBYTES, LoadPlan
 
 __all__ = ["BATCH_NBYTES", "BOUND", "SMALL_NBYTES", "LoadPlan", "LoadPlanner", "Wanted"]
 
@@ -111,7 +112,7 @@ class LoadPlanner:
         order.sort(key=ranges.file.__getitem__)
         plan.order = order
         plan.range_nbytes = sum(
-            plan.many[plan.scattered[row]].nbytes if row in plan.scattered else nbytes
+            plan.runs_of(row).nbytes if row in plan.scattered else nbytes
             for row, nbytes in enumerate(ranges.stored_nbytes)
         )
         if self._bound is None:
@@ -164,11 +165,11 @@ class LoadPlanner:
         spans = []
         first = self._plan.chunks.first_copy[row]
         for number, (_, copy) in enumerate(copies, first):
-            if copy.src_end - copy.src <= (self._bound or 1) * copy.nbytes:
+            nbytes, runs = copy.src_end - copy.src, copy.split(PAGE_NBYTES)[0]
+            if not runs.levels or nbytes <= (self._bound or 1) * copy.nbytes:
                 spans.append((copy.src, copy.src_end))
                 continue
             self._plan.scattered[len(self._plan.ranges.file)] = number
-            nbytes = copy.src_end - copy.src
             at = place.byte_offset + copy.src
             self._add_range(row, place.file, at, nbytes, copy.src, nbytes)
         step = self._plan.block_nbytes

@@ -231,25 +231,34 @@ def test_what_is_read_together_is_about_a_mebibyte_at_most(counted):
 
 
 WIDTHS = [
-    pytest.param(1, 40, id="1"),
-    pytest.param(13, 40, id="13"),
-    pytest.param(960, 40, id="94-percent"),
-    pytest.param(1000, 11, id="98-percent"),  # ranges end where blocks do
-    pytest.param(1024, 11, id="all"),
+    pytest.param(1, 1, id="1"),
+    pytest.param(13, 1, id="13"),
+    pytest.param(6144, 1, id="gaps-of-a-page"),
+    pytest.param(6145, 100, id="gaps-of-less"),  # ranges end where blocks do
+    pytest.param(10_000, 100, id="98-percent"),
+    pytest.param(10_240, 100, id="all"),
 ]
 
 
-@pytest.mark.parametrize(("width", "reads"), WIDTHS)
-def test_columns_are_read_run_by_run_unless_that_is_nearly_all(counted, width, reads):
-    checkpoint, storage = counted({"w": uint8((50, 1024))})
+@pytest.mark.parametrize(("width", "ranges"), WIDTHS)
+def test_runs_that_are_far_apart_are_read_one_by_one(counted, width, ranges):
+    checkpoint, storage = counted({"w": uint8((50, 10_240))})
     box = Box((2, 0), (40, width))
     plan = checkpoint.plan_boxes([Wanted(0, box)], verify=False)
     (into,) = carry_out(checkpoint, storage, plan)
-    whole_rows = np.frombuffer(data_of(50 * 1024), np.uint8).reshape(50, 1024)
+    whole_rows = np.frombuffer(data_of(50 * 10_240), np.uint8).reshape(50, 10_240)
     assert bytes(into) == whole_rows[2:42, :width].tobytes()
-    assert plan.read_nbytes <= 1.05 * plan.wanted_nbytes
-    assert len(list(plan.extents())) == plan.reads
-    assert len(plan.ranges.file) == (1 if reads == 40 else reads)
+    assert len(plan.ranges.file) == ranges
+    if width != 6145:
+        assert plan.read_nbytes <= 1.05 * plan.wanted_nbytes
+
+
+def test_many_short_runs_close_by_are_read_as_one_range(counted):
+    checkpoint, storage = counted({"w": uint8((8, 500, 24))}, block_nbytes=2**16)
+    plan = checkpoint.plan_boxes([Wanted(0, Box((0, 100, 3), (8, 10, 2)))], verify=False)
+    carry_out(checkpoint, storage, plan)
+    assert (plan.reads, plan.read_nbytes) == (8, 8 * (9 * 24 + 2))
+    assert plan.wanted_nbytes == 8 * 10 * 2
 
 
 def test_what_several_boxes_share_is_read_once(counted):
