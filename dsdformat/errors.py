@@ -34,6 +34,7 @@ __all__ = [
     "StorageError",
     "UnsupportedValueError",
     "VersionError",
+    "listed",
     "printable",
     "raise_problems",
     "shorten",
@@ -355,6 +356,12 @@ def shorten(value: object) -> str:
     except Exception:  # an object's own code, or an int that Python does not print
         text = f"<{type(value).__name__}>"
     return text if len(text) <= REPR_MAX else text[: REPR_MAX - 1] + "…"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join at most ten names, and say how many more there are."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more
 
 
 def printable(text: str) -> str:

@@ -11,7 +11,7 @@ from dsdformat.errors import ArgumentError, MismatchError, UnsupportedValueError
 from dsdformat.format.bodies import find_layout_fault
 from dsdformat.format.dtypes import DTYPES, Dtype
 from dsdformat.format.manifest import Mesh
-from dsdformat.limits import INT63_MAX, MIB, NDIM_MAX
+from dsdformat.limits import INT63_MAX, NDIM_MAX
 from dsdformat.storage.base import Buffer
 
 __all__ = ["Data", "Reference", "TensorSource", "iter_blocks"]
@@ -19,8 +19,6 @@ __all__ = ["Data", "Reference", "TensorSource", "iter_blocks"]
 # The packed row-major bytes of a box: a contiguous buffer, or a function that makes an iterable
 # of buffers when the writer gets there.
 Data = Any | Callable[[], Iterable[Any]]
-
-_COPY = 4 * MIB
 
 
 @dataclass(frozen=True, eq=False)

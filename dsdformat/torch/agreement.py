@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from dsdformat.errors import RankDisagreementError
-from dsdformat.format.digests import Hasher, digest
+from dsdformat.format.digests import digest
 from dsdformat.format.packing import emit
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import encode, encoded_key
-from dsdformat.torch.buffers import bytes_of, data_of
+from dsdformat.torch.buffers import bytes_of, digest_of
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.introspect import is_array
 from dsdformat.torch.sharding import held_view, is_spread, is_tensor, local_of, sharding_of
@@ -136,7 +136,7 @@ def check_replicas(comm: Comm, tensors: Iterable[tuple[str, Any]]) -> None:
     Memory: 32 bytes for each box.
     """
     with comm.together("save"):
-        rows = {name: _sum(views) for name, views in _boxes(comm, tensors)}
+        rows = {name: digest_of(view) for name, view in _boxes(comm, tensors)}
     first: dict[str, tuple[int, bytes]] = {}
     wrong: dict[str, list[int]] = {}
     for rank, others in enumerate(comm.gather_values(rows)):
@@ -163,11 +163,3 @@ def _boxes(comm: Comm, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str
         if rank in sharding.ranks:
             for held in sharding.held(sharding.ranks.index(rank)):
                 yield f"{name}{held.outer}", held_view(held, held.outer, local_of(tensor))
-
-
-def _sum(tensor: torch.Tensor) -> bytes:
-    hasher = Hasher()
-    data = data_of(tensor.detach())
-    for part in data() if callable(data) else (data,):
-        hasher.update(part)
-    return hasher.digest()

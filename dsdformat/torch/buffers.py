@@ -14,6 +14,7 @@ import torch
 
 from dsdformat.boxes import Box
 from dsdformat.errors import UnsupportedValueError
+from dsdformat.format.digests import Hasher
 from dsdformat.limits import MIB
 
 __all__ = [
@@ -22,7 +23,9 @@ __all__ = [
     "box_view",
     "bytes_of",
     "carrier",
+    "copy_elements",
     "data_of",
+    "digest_of",
     "empty",
     "is_packed",
     "memory_order",
@@ -90,6 +93,26 @@ def data_of(tensor: torch.Tensor) -> Data:
     if is_packed(tensor):
         return bytes_of(tensor)
     return lambda: map(bytes_of, _packed_slabs(tensor))
+
+
+def digest_of(tensor: torch.Tensor) -> bytes:
+    """Return the digest of a strided tensor's row-major bytes.
+
+    Memory: as `data_of`.
+    """
+    hasher = Hasher()
+    data = data_of(tensor.detach())
+    for part in data() if callable(data) else (data,):
+        hasher.update(part)
+    return hasher.digest()
+
+
+def copy_elements(source: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy a tensor into another of its shape: bit by bit if dtypes are equal, else converted."""
+    if into.dtype == source.dtype and into.layout == source.layout == torch.strided:
+        as_bits(into).copy_(as_bits(source))
+    else:
+        into.copy_(source)
 
 
 def _packed_slabs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

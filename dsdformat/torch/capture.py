@@ -5,6 +5,7 @@ The result shares memory with what was captured; nothing is copied, and nothing 
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsdformat.errors import MismatchError, UnsupportedValueError
+from dsdformat.errors import MismatchError, UnsupportedValueError, listed
 from dsdformat.format.paths import emit_name, render_path
 from dsdformat.format.values import encoded_key
 from dsdformat.limits import DEPTH_MAX
+from dsdformat.torch.fsdp1 import find_units
 from dsdformat.torch.introspect import (
     Kind,
     as_mapping,
@@ -43,15 +45,16 @@ def capture(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     state = dict(as_mapping(state))
     check_acyclic(state)
-    plain: dict[str, Any] = _Capture(Namer(state)).walk_items(state, ())
+    plain: dict[str, Any] = _Capture(state).walk_items(state, ())
     check_acyclic(plain)
     _check_data(plain)
     return plain
 
 
 class _Capture:
-    def __init__(self, namer: Namer) -> None:
-        self._namer = namer
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._units_of = functools.cache(find_units)
+        self._namer = Namer(state, self._units_of)
 
     def walk(self, value: Any, path: Path) -> Any:
         kind = kind_of(value)
@@ -85,7 +88,7 @@ class _Capture:
     def _modules(self, modules: Sequence[nn.Module], path: Path) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for module in modules:
-            for name, value in _entries_at(module, path):
+            for name, value in self._entries(module, path):
                 if name in result and result[name] is not value:
                     raise MismatchError(
                         f"{render_path([*path, name])}: two parts of the model have this name",
@@ -96,17 +99,16 @@ class _Capture:
                 result[name] = self.walk(value, (*path, name))
         return result
 
-
-def _entries_at(module: nn.Module, path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        entries = LiveModel(module).entries()
-    except UnsupportedValueError as error:
-        raise UnsupportedValueError(
-            f"{render_path(path)}: {error.message}",
-            path_in_tree=render_path(path),
-            hint=error.hint,
-        ) from None
-    return ((name, value) for _, name, value in entries)
+    def _entries(self, module: nn.Module, path: Path) -> Iterator[tuple[str, Any]]:
+        try:
+            entries = LiveModel(module, units=self._units_of(module)).entries()
+        except UnsupportedValueError as error:
+            raise UnsupportedValueError(
+                f"{render_path(path)}: {error.message}",
+                path_in_tree=render_path(path),
+                hint=error.hint,
+            ) from None
+        return ((name, value) for _, name, value in entries)
 
 
 def check_acyclic(value: Any) -> None:
@@ -143,7 +145,7 @@ def _check_data(plain: Any) -> None:
     meta = list(_meta_names(plain, ()))
     if meta:
         raise UnsupportedValueError(
-            f"{_listed(meta)} are on the meta device and have no data",
+            f"{listed(meta)} are on the meta device and have no data",
             path_in_tree=render_path(()),
             hint="materialize them first, as with to_empty(device=...) and the initialisation of "
             "the model, or by loading a checkpoint",
@@ -157,8 +159,3 @@ def _meta_names(value: Any, path: Path) -> Iterator[str]:
         return
     for key, item in (find_items(value) if len(path) < DEPTH_MAX else None) or ():
         yield from _meta_names(item, (*path, key))
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:10])
-    return shown + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -9,9 +9,9 @@ would need ranks that take no part.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import distributed
@@ -22,9 +22,8 @@ from dsdformat.format.digests import digest
 from dsdformat.format.packing import emit, parse
 from dsdformat.format.values import encode
 
-__all__ = ["Comm", "global_rank", "group_order", "is_distributed", "run_together"]
+__all__ = ["Comm", "global_rank", "group_order", "is_distributed"]
 
-T = TypeVar("T")
 _SIZE_NBYTES = 8
 
 
@@ -259,13 +258,6 @@ class Comm:
         if self.world_size > 1 and tensor.numel():
             distributed.broadcast(tensor, src=self.ranks[source], group=self.group)
 
-    def barrier(self) -> None:
-        """Wait for all ranks.
-
-        Ranks: collective over the group.
-        """
-        self._sizes(0)
-
     def _all_gather(self, parts: list[torch.Tensor], part: torch.Tensor) -> None:
         distributed.all_gather(parts, part, group=self.group)
 
@@ -329,14 +321,6 @@ class _Some(Comm):
         received = self.exchange(part.repeat(count), [part.numel()] * count, [part.numel()] * count)
         for buffer, one in zip(parts, received, strict=True):
             buffer.copy_(one)
-
-
-def run_together(comm: Comm, doing: str, step: Callable[[], T]) -> T:
-    """Run a step that gives a value; see `Comm.together`."""
-    results: list[T] = []
-    with comm.together(doing):
-        results.append(step())
-    return results[0]
 
 
 def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsdformat.errors import MismatchError
-from dsdformat.torch.buffers import as_bits, box_view
+from dsdformat.torch.buffers import box_view, copy_elements
 from dsdformat.torch.comm import global_rank
 from dsdformat.torch.sharding import held_view, is_spread, local_of, sharding_of
 
@@ -41,17 +41,11 @@ def distribute(whole: Mapping[str, torch.Tensor], into: Mapping[str, Any]) -> No
 def fill_shard(whole: torch.Tensor, target: Any) -> None:
     """Copy what this rank holds of a whole tensor into a tensor or DTensor."""
     if not is_spread(target):
-        _copy(target.detach(), whole.detach())
+        copy_elements(whole.detach(), target.detach())
         return
     sharding, shard = sharding_of(target), local_of(target)
     rank = global_rank()
     if rank in sharding.ranks:
         for held in sharding.held(sharding.ranks.index(rank)):
-            _copy(held_view(held, held.outer, shard), box_view(whole.detach(), held.outer))
-
-
-def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
-    if into.dtype == source.dtype and into.layout == source.layout == torch.strided:
-        as_bits(into).copy_(as_bits(source))
-    else:
-        into.copy_(source)
+            view = held_view(held, held.outer, shard)
+            copy_elements(box_view(whole.detach(), held.outer), view)

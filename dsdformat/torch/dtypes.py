@@ -12,7 +12,14 @@ import torch
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.values import Named, Size
 
-__all__ = ["find_named", "find_value", "torch_dtype", "logical_dtype"]
+__all__ = [
+    "dtype_name",
+    "find_named",
+    "find_value",
+    "form_text",
+    "logical_dtype",
+    "torch_dtype",
+]
 
 
 def _constants(kind: type) -> dict[str, Any]:
@@ -40,6 +47,16 @@ def logical_dtype(dtype: torch.dtype) -> str | None:
 def torch_dtype(name: str) -> torch.dtype | None:
     """Return the dtype of a logical name, or None where this version of torch lacks it."""
     return _DTYPES.get(name) if name in DTYPES else None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return what torch calls a dtype, as `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def form_text(tensor: Any) -> str:
+    """Return dtype and shape of a tensor for people, as `float32 [3, 5]`."""
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
 
 def find_named(value: Any) -> Named | Size | None:

@@ -12,11 +12,19 @@ from typing import Any
 
 import torch
 
+from dsdformat.torch.dtypes import form_text
 from dsdformat.torch.fsdp1_state import Joined
 from dsdformat.torch.install_optim import Maker
 from dsdformat.torch.redistribute import copy_all
 from dsdformat.torch.report import Mismatch
-from dsdformat.torch.sharding import as_dtensor, is_dtensor, is_spread, is_tensor, local_of
+from dsdformat.torch.sharding import (
+    as_dtensor,
+    is_dtensor,
+    is_spread,
+    is_tensor,
+    local_of,
+    tensors_in,
+)
 from dsdformat.torch.stored import display
 from dsdformat.torch.told import Told
 
@@ -65,7 +73,7 @@ class Fills:
                 for key, v in value.items()
             }
             return lambda: {key: make() for key, make in makers.items()}
-        if type(value) in (list, tuple) and _holds_tensors(value):
+        if type(value) in (list, tuple) and any(True for _ in tensors_in(value)):
             items = [self.fit(item, None, path, device, parameter) for item in value]
             return lambda: type(value)(make() for make in items)
         return lambda: copy.deepcopy(value)
@@ -88,10 +96,7 @@ class Fills:
         """Report a tensor of another form than the one there is."""
         if is_tensor(live) and (live.shape, live.dtype) != (value.shape, value.dtype):
             what = "shape" if live.shape != value.shape else "dtype"
-            found, wanted = (
-                f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}"
-                for one in (value, live)
-            )
+            found, wanted = form_text(value), form_text(live)
             self._other_form(Mismatch(display(tuple(path)), what, found, wanted))
 
     def _add(self, value: Any, target: Any) -> None:
@@ -122,18 +127,6 @@ class Fills:
         if is_spread(value):
             return torch.empty(value.shape, dtype=value.dtype, device=place)
         return torch.empty_like(value, device=place)
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_tensors, value.values()))
-    if type(value) in (list, tuple):
-        return any(map(_holds_tensors, value))
-    return is_tensor(value)
-
-
-def _shown(tensor: Any) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _is_alike(live: Any, shape: torch.Size, dtype: torch.dtype) -> bool:

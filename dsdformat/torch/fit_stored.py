@@ -10,6 +10,7 @@ import torch
 from dsdformat.format.values import Named
 from dsdformat.torch.buffers import overlaps_itself
 from dsdformat.torch.builder import Form, stored_dtype
+from dsdformat.torch.dtypes import form_text
 from dsdformat.torch.fsdp1_state import Joined
 from dsdformat.torch.install_optim import Maker
 from dsdformat.torch.moves import Move
@@ -93,8 +94,7 @@ class FromFile:
             return False
         if shape != tuple(live.shape) or dtype != live.dtype:
             what = "dtype" if shape == tuple(live.shape) else "shape"
-            wanted = f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)}"
-            self._plan.other_form(Mismatch(display(path), what, str(stored), wanted))
+            self._plan.other_form(Mismatch(display(path), what, str(stored), form_text(live)))
             return False
         odd = live.is_conj() or live.is_neg() or overlaps_itself(live) or live.requires_grad
         return not odd and self._plan.memory.claim(live, stored.index)

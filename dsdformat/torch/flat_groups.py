@@ -18,6 +18,7 @@ from torch import nn
 
 from dsdformat.errors import ArgumentError, shorten
 from dsdformat.torch.compat import find_wrapped, is_lazy
+from dsdformat.torch.dtypes import dtype_name
 from dsdformat.torch.flat_layout import FlatLayout
 
 __all__ = ["INNER", "Group", "Groups", "Slot", "kind_of_parameter", "plan_groups", "say_kind"]
@@ -256,7 +257,7 @@ def _names(wanted: Sequence[str | None], taken: set[str]) -> list[str]:
 def say_kind(kind: tuple[torch.dtype, torch.device, bool]) -> str:
     """Render what `kind_of_parameter` returns."""
     dtype, device, grad = kind
-    return f"{str(dtype).removeprefix('torch.')} on {device}, {'' if grad else 'not '}trainable"
+    return f"{dtype_name(dtype)} on {device}, {'' if grad else 'not '}trainable"
 
 
 def _refuse(message: str, hint: str | None = None) -> NoReturn:

@@ -8,7 +8,7 @@ is neither belongs to no parameter alone, and is refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,7 @@ from dsdformat.format.paths import render_path
 from dsdformat.torch.buffers import as_bits
 from dsdformat.torch.flat_find import find_layouts
 from dsdformat.torch.flat_layout import FlatLayout, pack
+from dsdformat.torch.sharding import tensors_in
 
 __all__ = ["cut_state", "find_layouts", "holds_large", "is_cut", "join_state"]
 
@@ -148,20 +149,9 @@ def is_cut(layout: FlatLayout, key: Any, values: Mapping[str, Any], like: Any = 
     return True
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from _tensors(item)
-
-
 def holds_large(value: Any) -> bool:
     """Whether a value holds a tensor that is more than a number, or none."""
-    return any(tensor.numel() != 1 for tensor in _tensors(value))
+    return any(tensor.numel() != 1 for tensor in tensors_in(value))
 
 
 def _equal(one: Any, other: Any) -> bool:

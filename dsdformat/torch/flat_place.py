@@ -16,6 +16,7 @@ import torch
 
 from dsdformat.errors import shorten
 from dsdformat.torch.buffers import empty
+from dsdformat.torch.dtypes import dtype_name
 from dsdformat.torch.flat_layout import FlatLayout, pack
 from dsdformat.torch.flat_optim import STEP, holds_large, is_cut
 from dsdformat.torch.install_optim import Maker
@@ -143,8 +144,8 @@ class FlatPlacement:
         first_name, first = next(iter(values.items()))
         for name, value in values.items():
             if value.dtype != first.dtype:
-                wanted = f"{_dtype(first)}, as {first_name} has"
-                self.misfits.append(Misfit(name, key, "dtype", _dtype(value), wanted))
+                wanted = f"{dtype_name(first.dtype)}, as {first_name} has"
+                self.misfits.append(Misfit(name, key, "dtype", dtype_name(value.dtype), wanted))
         shape = (self._layout.numel,)
         self._forms[key] = torch.empty(shape, dtype=first.dtype, device="meta")
         target = self._live.get(key)
@@ -167,7 +168,3 @@ class FlatPlacement:
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.shape == shape
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

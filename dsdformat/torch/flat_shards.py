@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dsdformat.errors import ArgumentError, MismatchError, shorten
+from dsdformat.errors import ArgumentError, MismatchError, listed, shorten
 from dsdformat.torch.flat_layout import pack
 from dsdformat.torch.flat_metadata import Instance, Metadata, Part, clean_path, parse_metadata
 
@@ -87,7 +87,7 @@ class _Consolidation:
             self._add_buffer(name)
         self._add_rest()
         if self.missing and self.strict:
-            _differ(f"the weights lack {_listed(self.missing)}", "strict=False leaves them out")
+            _differ(f"the weights lack {listed(self.missing)}", "strict=False leaves them out")
         return self.result
 
     def _add_part(self, instance: Instance, part: Part, place: tuple[int, int]) -> None:
@@ -113,7 +113,7 @@ class _Consolidation:
         if numel != part.layout.numel:
             _differ(
                 f"{shorten(key)} has {numel} elements on {len(ranks)} ranks, and its "
-                f"{len(names)} parameters, {_listed(names)}, have {part.layout.numel}"
+                f"{len(names)} parameters, {listed(names)}, have {part.layout.numel}"
             )
         flat = shards[0] if len(shards) == 1 else pack(shards)
         self.result.update(zip(names, part.layout.cut(flat), strict=True))
@@ -173,7 +173,7 @@ class _Consolidation:
                 unexpected.append(key)
         if unexpected and self.strict:
             _differ(
-                f"the metadata says nothing of {_listed(unexpected)}", "strict=False leaves it out"
+                f"the metadata says nothing of {listed(unexpected)}", "strict=False leaves it out"
             )
 
 
@@ -232,11 +232,6 @@ def _memory(value: Any) -> Any:
     if not _is_plain(value):
         return None
     return value.data_ptr(), value.dtype, str(value.device), tuple(value.shape), value.stride()
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:10])
-    return shown + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def _bad(message: str) -> NoReturn:

@@ -13,13 +13,11 @@ from torch import distributed
 
 from dsdformat.torch.buffers import bytes_of, empty
 from dsdformat.torch.comm import Comm, group_order
-from dsdformat.torch.dtypes import torch_dtype
+from dsdformat.torch.dtypes import dtype_name, torch_dtype
 from dsdformat.torch.fsdp1 import Member, Unit
 from dsdformat.torch.sharding import FlatShard
 
 __all__ = ["completed"]
-
-STEP = "step"
 
 
 def completed(
@@ -85,11 +83,10 @@ def _teller(member: Member) -> int:
 
 def _form(value: Any) -> Any:
     if isinstance(value, FlatShard):
-        return {"dtype": str(value.dtype).removeprefix("torch.")}
+        return {"dtype": dtype_name(value.dtype)}
     if isinstance(value, torch.Tensor):
         raw = bytes(bytes_of(value.detach().cpu().contiguous()))
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"dtype": dtype, "shape": list(value.shape), "bytes": raw}
+        return {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "bytes": raw}
     return [value]
 
 

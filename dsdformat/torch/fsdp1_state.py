@@ -17,7 +17,7 @@ import torch
 from dsdformat.errors import MismatchError, UnsupportedValueError, shorten
 from dsdformat.torch.fsdp1 import Member, Unit
 from dsdformat.torch.routes import Form
-from dsdformat.torch.sharding import FlatShard
+from dsdformat.torch.sharding import FlatShard, tensors_in
 
 __all__ = ["STEP", "Joined", "as_shards", "cut_unit", "join_member", "join_unit"]
 
@@ -62,7 +62,7 @@ def as_shards(member: Member, state: Mapping[Any, Any]) -> dict[Any, Any]:
 def _is_cut(name: str, key: Any, value: Any, numel: int) -> bool:
     """Whether an entry has an element for each of this rank's; else it is a number."""
     if not isinstance(value, torch.Tensor):
-        if _holds_large(value):
+        if any(tensor.dim() > 0 for tensor in tensors_in(value)):
             raise UnsupportedValueError(
                 f"{shorten(key)} of {name} holds tensors in a {type(value).__name__}, which lie in "
                 "FSDP1's flat shards and cannot be joined",
@@ -72,13 +72,6 @@ def _is_cut(name: str, key: Any, value: Any, numel: int) -> bool:
     if value.dim() == 0 or key == STEP:
         return False
     return value.numel() == numel or value.numel() != 1
-
-
-def _holds_large(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.dim() > 0
-    items = value.values() if isinstance(value, Mapping) else value
-    return isinstance(value, (Mapping, list, tuple)) and any(map(_holds_large, items))
 
 
 def _check_numel(member: Member, key: Any, value: torch.Tensor, numel: int) -> None:

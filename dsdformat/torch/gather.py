@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from dsdformat.torch.sharding import (
     sharding_of,
 )
 
-__all__ = ["gather"]
+__all__ = ["fingerprint", "gather", "gather_on"]
 
 
 def gather(
@@ -49,6 +49,26 @@ def gather(
     Ranks: collective over the mesh of each DTensor.
     Memory: the result, and up to two buckets on ranks that receive; other ranks their part of one.
     """
+    return _gather_by_mesh(
+        tensors, lambda ranks: None if to is None else ranks[to], device, bucket_nbytes
+    )
+
+
+def gather_on(
+    tensors: Mapping[str, Any], rank: int, device: torch.device | str | None = None
+) -> dict[str, torch.Tensor]:
+    """As `gather`, to one global rank; of a mesh without it, to the mesh's first rank."""
+    return _gather_by_mesh(
+        tensors, lambda ranks: rank if rank in ranks else ranks[0], device, BUCKET_NBYTES
+    )
+
+
+def _gather_by_mesh(
+    tensors: Mapping[str, Any],
+    receiver_of: Callable[[tuple[int, ...]], int | None],
+    device: torch.device | str | None,
+    bucket_nbytes: int,
+) -> dict[str, torch.Tensor]:
     result: dict[str, torch.Tensor] = {}
     meshes: dict[tuple[int, ...], dict[str, Any]] = {}
     for name, tensor in tensors.items():
@@ -58,8 +78,9 @@ def gather(
             meshes.setdefault(sharding_of(tensor).ranks, {})[name] = tensor
     for ranks, group in sorted(meshes.items(), key=lambda item: group_order(item[0])):
         comm = Comm.of_ranks(ranks, process_groups(group.values()))
-        receiver = None if to is None else comm.ranks.index(ranks[to])
-        result.update(_gather(comm, group, receiver, device, bucket_nbytes))
+        receiver = receiver_of(ranks)
+        to = None if receiver is None else comm.ranks.index(receiver)
+        result.update(_gather(comm, group, to, device, bucket_nbytes))
     return {name: result[name] for name in tensors if name in result}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,7 @@ from dsdformat.torch.flatten import derived_tensors
 from dsdformat.torch.fqn import EXTRA_STATE, named_modules, named_tensors, unwrapped
 from dsdformat.torch.introspect import own_method
 from dsdformat.torch.meeting import meet
-from dsdformat.torch.module_entries import versioned_entries
+from dsdformat.torch.module_entries import call_loader, versioned_entries
 from dsdformat.torch.sharding import FlatShard, is_spread, is_tensor, process_groups, sharding_of
 
 __all__ = ["Entry", "LiveModel", "is_extra", "is_placed"]
@@ -37,7 +37,11 @@ class LiveModel:
     """
 
     def __init__(
-        self, model: nn.Module, group: Any = None, timeout: timedelta | None = None
+        self,
+        model: nn.Module,
+        group: Any = None,
+        timeout: timedelta | None = None,
+        units: Sequence[fsdp1.Unit] | None = None,
     ) -> None:
         """Look at a model.
 
@@ -45,8 +49,9 @@ class LiveModel:
             model: Any module.
             group: The process group of the ranks that hold it together; found if None.
             timeout: How long they wait for each other; as long as the group does if None.
+            units: Its flat parameters of FSDP1; found if None.
 
-        Ranks: see `fsdp1.find_units`.
+        Ranks: see `fsdp1.find_units`, unless they are given.
         """
         self.model = model
         self.versions: Any = None  # of its modules, as the last state dict had them
@@ -55,7 +60,7 @@ class LiveModel:
         modules = fsdp1.fsdp_modules(model)
         if modules and timeout is not None:  # some have to talk to find out what they have
             meet(Comm(modules[0].process_group), "a function of a state dict", timeout)
-        self.units = fsdp1.find_units(model)
+        self.units = fsdp1.find_units(model) if units is None else units
         self.tensors = self._tensors()
         self._parameters = {
             name: member.parameter
@@ -146,9 +151,8 @@ class LiveModel:
 
     def hand_over(self, raw: OrderedDict[str, Any]) -> None:
         """Let the model's own `load_state_dict` see what was set, for its hooks and extra state."""
-        load = own_method(unwrapped(self.model), "load_state_dict")
         with fsdp1.plain_hooks(self.model):
-            load(raw, strict=False)
+            call_loader(own_method(unwrapped(self.model), "load_state_dict"), raw)
 
     @property
     def is_spread(self) -> bool:

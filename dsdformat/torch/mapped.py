@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dsdformat import folders
-from dsdformat.errors import ArgumentError, EntryNotFoundError
+from dsdformat.errors import ArgumentError, EntryNotFoundError, listed
 from dsdformat.folders import PathLike
 from dsdformat.torch.flatten import FlattenParams, flat_form, without_views
 from dsdformat.torch.fqn import named_tensors
@@ -154,9 +154,8 @@ def _has(stored: set[str], name: str, key: str) -> bool:
 
 
 def _refuse_copies(names: list[str]) -> None:
-    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     raise ArgumentError(
-        f"{shown} cannot be mapped: compressed, or stored in several chunks",
+        f"{listed(names)} cannot be mapped: compressed, or stored in several chunks",
         code="cannot_map",
         hint="save the model from one process with codec='raw', or use load(...), which copies",
     )

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dsdformat.errors import MismatchError, UnsupportedValueError
-from dsdformat.format.digests import Hasher
+from dsdformat.errors import MismatchError, UnsupportedValueError, listed
 from dsdformat.torch import fsdp1
-from dsdformat.torch.buffers import as_bits, data_of
-from dsdformat.torch.comm import Comm, group_order
-from dsdformat.torch.gather import gather
+from dsdformat.torch.buffers import as_bits, digest_of
+from dsdformat.torch.comm import Comm
+from dsdformat.torch.gather import gather, gather_on
 from dsdformat.torch.live_model import Entry, LiveModel, is_placed
 from dsdformat.torch.placing import replace_content
 from dsdformat.torch.redistribute import (
@@ -29,7 +28,7 @@ from dsdformat.torch.redistribute import (
     must_move,
 )
 from dsdformat.torch.report import LoadReport, Mismatch
-from dsdformat.torch.sharding import is_spread, is_tensor, local_of, sharding_of
+from dsdformat.torch.sharding import is_spread, is_tensor, local_of
 from dsdformat.torch.told import Told
 
 __all__ = [
@@ -80,9 +79,8 @@ def _check_data(entries: Mapping[str, Any]) -> None:
     """Refuse tensors that have no data, all of them at once."""
     meta = [name for name, value in entries.items() if is_tensor(value) and has_no_data(value)]
     if meta:
-        shown = ", ".join(meta[:10]) + (f" and {len(meta) - 10} more" if len(meta) > 10 else "")
         raise UnsupportedValueError(
-            f"{shown} are on the meta device and have no data",
+            f"{listed(meta)} are on the meta device and have no data",
             hint="materialize the model first, as with to_empty(device=...), or load a state",
         )
 
@@ -112,22 +110,19 @@ def finished(
     if not full:
         result = as_dtensors(result)
         return {key: host_copy(value) for key, value in result.items()} if offload else result
-    device = torch.device("cpu") if offload else None
-    done = set()
-    for ranks, keys in sorted(_by_mesh(entries).items(), key=lambda item: group_order(item[0])):
-        shown = _shown(keys)
-        spread = {shown[key]: entries[key] for key in keys}
-        first = comm.ranks[0] if comm.ranks[0] in ranks else ranks[0]
-        to = ranks.index(first) if offload else None
-        whole = gather(spread, to=to, device=device)
-        done.update(keys)
-        for key in keys:
-            result[key] = whole.get(shown[key])
+    keys = [key for key, value in entries.items() if is_spread(value)]
+    shown = _shown(keys)
+    spread = {shown[key]: entries[key] for key in keys}
     if not offload:
-        return result
+        whole = gather(spread)
+        return {key: whole[shown[key]] if key in shown else v for key, v in result.items()}
+    whole = gather_on(spread, comm.ranks[0], torch.device("cpu"))
     if not comm.is_coordinator:
         return {}
-    return {key: value if key in done else host_copy(value) for key, value in result.items()}
+    return {
+        key: whole[shown[key]] if key in shown else host_copy(value)
+        for key, value in result.items()
+    }
 
 
 def _shown(keys: Sequence[Any]) -> dict[Any, str]:
@@ -139,14 +134,6 @@ def _shown(keys: Sequence[Any]) -> dict[Any, str]:
         result[key] = name if name not in used else f"{name}#{number}"
         used.add(result[key])
     return result
-
-
-def _by_mesh(entries: Mapping[Any, Any]) -> dict[tuple[int, ...], list[Any]]:
-    meshes: dict[tuple[int, ...], list[Any]] = {}
-    for key, value in entries.items():
-        if is_spread(value):
-            meshes.setdefault(sharding_of(value).ranks, []).append(key)
-    return meshes
 
 
 def plan_model(
@@ -245,12 +232,8 @@ def check_alike(comm: Comm, values: Mapping[Any, Any]) -> None:
 
 
 def sum_of(tensor: torch.Tensor) -> str:
-    """Return a digest of a tensor's bytes, as hexadecimal digits."""
-    hasher = Hasher()
-    data = data_of(tensor.detach()) if tensor.layout == torch.strided else b""
-    for part in data() if callable(data) else (data,):
-        hasher.update(part)
-    return hasher.digest().hex()
+    """Return the digest of a strided tensor's bytes as text, and no text for another one."""
+    return digest_of(tensor).hex() if tensor.layout == torch.strided else ""
 
 
 def _compared(

@@ -1,24 +1,20 @@
-"""What a module's own state dict has, under canonical names."""
+"""What a module's own state dict has, under canonical names; and its own way to load one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from dsdformat.errors import UnsupportedValueError, shorten
+from dsdformat.errors import UnsupportedValueError, listed, shorten
 from dsdformat.torch.compat import find_wrapped, is_lazy
 from dsdformat.torch.fqn import canonical_name, named_tensors, unwrapped
 from dsdformat.torch.introspect import own_method
 
-__all__ = ["module_entries", "versioned_entries"]
-
-
-def module_entries(module: nn.Module) -> list[tuple[str, str, Any]]:
-    """Return the module's state dict as (key, FQN, value) triples; see `versioned_entries`."""
-    return versioned_entries(module)[0]
+__all__ = ["call_loader", "versioned_entries"]
 
 
 def versioned_entries(module: nn.Module) -> tuple[list[tuple[str, str, Any]], Any]:
@@ -33,7 +29,7 @@ def versioned_entries(module: nn.Module) -> tuple[list[tuple[str, str, Any]], An
     lazy = [name for name, tensor in named_tensors(module) if is_lazy(tensor)]
     if lazy:
         raise UnsupportedValueError(
-            f"{_listed(lazy)} of a lazy module have no shape yet",
+            f"{listed(lazy)} of a lazy module have no shape yet",
             hint="call the module once, so that it makes its parameters",
         )
     with torch.no_grad():
@@ -71,6 +67,14 @@ def _last(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:10])
-    return shown + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+def call_loader(method: Callable[..., Any], entries: Any) -> None:
+    """Call a module's `load_state_dict`, whose names were compared already."""
+    parameters = inspect.signature(method).parameters.values()
+    kinds = {one.kind for one in parameters}
+    strict = (
+        any(one.name == "strict" for one in parameters) or inspect.Parameter.VAR_KEYWORD in kinds
+    )
+    if strict:
+        method(entries, strict=False)
+    else:
+        method(entries)

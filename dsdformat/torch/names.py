@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = ["Namer", "ParamNames"]
 Path = tuple[Any, ...]
 # For each parameter in one (itself, or those that a flat one holds) its names, the first one first.
 Parts = Sequence[Sequence[str]]
+UnitsOf = Callable[[nn.Module], Sequence[Unit]]
 _Part = tuple[int, int]  # the id of a parameter, and the number of one in it
 _TOGETHER = (
     'put the module that the optimizer works on into the same state, as in {"model": model, '
@@ -83,8 +84,16 @@ class ParamNames:
 class Namer:
     """Finds the names of optimizers' parameters in one state."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self._owners = list(_owners(state, ()))
+    def __init__(self, state: Mapping[str, Any], units_of: UnitsOf = find_units) -> None:
+        """Look at a state.
+
+        Args:
+            state: Live modules and tensors, nested.
+            units_of: Lists the flat parameters of FSDP1 in a module, if somebody knows them.
+
+        Ranks: see `fsdp1.find_units`.
+        """
+        self._owners = list(_owners(state, (), units_of))
 
     def names_of(
         self, optimizers: Sequence[torch.optim.Optimizer], place: Sequence[Any]
@@ -162,7 +171,7 @@ class Namer:
         return unique
 
 
-def _owners(value: Any, path: Path) -> Iterator[_Owner]:
+def _owners(value: Any, path: Path, units_of: UnitsOf) -> Iterator[_Owner]:
     """List modules first, in the order of the state, then all tensors that stand alone."""
     alone: dict[int, list[str]] = {}
     held: set[int] = set()  # flat parameters of modules
@@ -175,18 +184,18 @@ def _owners(value: Any, path: Path) -> Iterator[_Owner]:
                 names.setdefault(id(tensor), []).append(name)
         parts: dict[int, Parts] = {one: [those] for one, those in names.items()}
         parts.update((one, list(flat.layout.all_names().values())) for one, flat in flats.items())
-        shards, shard_parts = _shards(module)
+        shards, shard_parts = _shards(itertools.chain.from_iterable(map(units_of, module)))
         parts.update(shard_parts)
         held.update(flats, shards)
         yield _Owner(where, parts, flats, shards)
     yield _Owner((), {one: [names] for one, names in alone.items() if one not in held})
 
 
-def _shards(modules: Sequence[nn.Module]) -> tuple[dict[int, Unit | Member], dict[int, Parts]]:
+def _shards(units: Iterable[Unit]) -> tuple[dict[int, Unit | Member], dict[int, Parts]]:
     """Return the parameters that lie in flat shards of FSDP1, by id, and their names."""
     shards: dict[int, Unit | Member] = {}
     parts: dict[int, Parts] = {}
-    for unit in itertools.chain.from_iterable(map(find_units, modules)):
+    for unit in units:
         for member in unit.members:
             if member.parameter is not None:
                 shards[id(member.parameter)] = member

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dsdformat.errors import MismatchError
+from dsdformat.errors import MismatchError, listed
 from dsdformat.torch import dotted
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.fills import Fills
@@ -53,7 +53,7 @@ def get_optimizers(
     collective = live.is_spread and (full or bool(live.units))
     if collective:
         live.meet(comm, "get_optimizer_state_dict")
-    namer = Namer({"model": live.model})
+    namer = Namer({"model": live.model}, lambda _: live.units)
     with (comm if collective else Comm.alone()).together("get_optimizer_state_dict"):
         names = namer.names_of(optimizers, _PLACE)
         captured = capture_optimizers(optimizers, names, _PLACE)
@@ -132,7 +132,7 @@ def plan_optimizers(
     Ranks: collective over the group if `full`, with FSDP1, or if given shards are spread in
         another way; else local. So is the result.
     """
-    names = Namer({"model": live.model}).names_of(optimizers, _PLACE)
+    names = Namer({"model": live.model}, lambda _: live.units).names_of(optimizers, _PLACE)
     groups = _live_groups(optimizers, names)
     comm = live.comm(Comm() if from_first else Comm.alone())
     if full or live.units:
@@ -175,7 +175,7 @@ def _check_data(nested: Mapping[str, Any]) -> None:
     ]
     if meta:
         raise StateDictMismatchError(
-            f"{', '.join(meta[:10])} are on the meta device and have no data",
+            f"{listed(meta)} are on the meta device and have no data",
             code="state_mismatch",
         )
 

@@ -5,12 +5,12 @@ They are stored as a dict from ranks, as text, to values; every rank gets its ow
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsdformat.limits import DEPTH_MAX
 from dsdformat.torch.introspect import find_children
+from dsdformat.torch.stored import rebuilt
 
 __all__ = ["PerRank", "chosen", "unmarked"]
 
@@ -79,10 +79,7 @@ def _rebuilt(value: Any, path: Path, visit: Any) -> Any:
     items = [(key, item, visit(item, (*path, key))) for key, item in children]
     if all(new is old for _, old, new in items):
         return value
-    if isinstance(value, Mapping):
-        made = [(key, new) for key, _, new in items]
-        return OrderedDict(made) if isinstance(value, OrderedDict) else dict(made)
-    return type(value)(new for _, _, new in items)
+    return rebuilt(value, [(key, new) for key, _, new in items])
 
 
 def _with_choice(stored: Any, path: Sequence[Any], rank: int) -> Any:

@@ -5,7 +5,6 @@ What a module's state dict holds beside its own tensors is handed to its `load_s
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +18,6 @@ from dsdformat.torch.compat import needs_loader
 from dsdformat.torch.flat_find import find_flats
 from dsdformat.torch.flatten import derived_tensors
 from dsdformat.torch.fqn import named_tensors, stray_tensors, unwrapped
-from dsdformat.torch.fsdp1 import plain_hooks
-from dsdformat.torch.introspect import own_method
 from dsdformat.torch.live_model import Entry, LiveModel, is_placed
 from dsdformat.torch.placing import Plan, same_content
 from dsdformat.torch.stored import Path, describe, display
@@ -124,8 +121,7 @@ class _Placement:
             for key, (value, place) in new.items():
                 entries[key] = self.plan.builder.make(value, place)
             # Tensors are given as themselves, which copies nothing; hooks see all of them.
-            with plain_hooks(module):
-                call_loader(own_method(module, "load_state_dict"), entries)
+            model.hand_over(entries)
 
         return install
 
@@ -164,19 +160,6 @@ class _Placement:
                 code="state_mismatch",
                 hint="load all parameters in it, onto one device, or give the model memory first",
             )
-
-
-def call_loader(method: Callable[..., Any], entries: Any) -> None:
-    """Call a module's `load_state_dict`, whose names were compared already."""
-    parameters = inspect.signature(method).parameters.values()
-    kinds = {one.kind for one in parameters}
-    strict = (
-        any(one.name == "strict" for one in parameters) or inspect.Parameter.VAR_KEYWORD in kinds
-    )
-    if strict:
-        method(entries, strict=False)
-    else:
-        method(entries)
 
 
 def _live_entries(model: LiveModel) -> list[Entry]:

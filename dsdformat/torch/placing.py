@@ -17,6 +17,7 @@ from dsdformat.torch.builder import Builder, Form, stored_dtype
 from dsdformat.torch.comm import global_rank
 from dsdformat.torch.compat import swap_content
 from dsdformat.torch.composites import find_kind, inner_tensors, take_apart
+from dsdformat.torch.dtypes import dtype_name
 from dsdformat.torch.memory import Memory
 from dsdformat.torch.moves import Move, can_cast
 from dsdformat.torch.redistribute import materialized
@@ -96,7 +97,7 @@ class Plan:
             shape = list(stored.entry.shape), list(live.shape)
             return self.mismatch(name, "shape", str(shape[0]), str(shape[1]))
         if not self._dtype_fits(stored, live, name, cast=cast):
-            found, wanted = stored.entry.dtype, _dtype_name(live.dtype)
+            found, wanted = stored.entry.dtype, dtype_name(live.dtype)
             return self.mismatch(name, "dtype", found, wanted, castable=cast)
         first, known = self._placed.setdefault(_memory_of(live), (stored, name))
         if known != name:
@@ -120,7 +121,7 @@ class Plan:
             cast and floats and self._dtype(name) == live.dtype and can_cast(dtype, live.dtype)
         ):
             return False
-        self.report.casts.append(Cast(name, stored.entry.dtype, _dtype_name(live.dtype)))
+        self.report.casts.append(Cast(name, stored.entry.dtype, dtype_name(live.dtype)))
         return True
 
     def mismatch(
@@ -246,7 +247,7 @@ def _composite_fault(stored: Composite, live: torch.Tensor) -> tuple[str, str, s
     if size is not None and tuple(size) != tuple(live.shape):
         return "shape", str(list(size)), str(list(live.shape))
     if isinstance(values, Stored) and stored_dtype(values) != live.dtype:
-        return "dtype", values.entry.dtype, _dtype_name(live.dtype)
+        return "dtype", values.entry.dtype, dtype_name(live.dtype)
     return None
 
 
@@ -288,7 +289,3 @@ def same_content(one: Any, other: Any) -> bool:
         return True
     a, b = one.entry, other.entry
     return (a.dtype, a.shape) == (b.dtype, b.shape) and a.content_digest() == b.content_digest()
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -88,6 +88,8 @@ class RankAdapter(Adapter):
             holders: Which ranks have what.
             arrays: Places of arrays, and of tensors that are not one block, and whether this rank
                 writes them.
+
+        Ranks: collective over the group.
         """
         super().__init__()
         self._comm = comm

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dsdformat.torch.buffers import as_bits, empty
+from dsdformat.torch.buffers import copy_elements, empty
 from dsdformat.torch.comm import Comm, group_order
 from dsdformat.torch.distribute import fill_shard
 from dsdformat.torch.exchange import exchange, places, share
@@ -22,6 +22,7 @@ from dsdformat.torch.sharding import (
     local_of,
     process_groups,
     sharding_of,
+    sharding_of_placements,
 )
 
 __all__ = ["as_dtensors", "copy_all", "has_no_data", "host_copy", "materialized", "must_move"]
@@ -55,7 +56,7 @@ def copy_all(values: Mapping[str, Any], live: Mapping[str, Any]) -> None:
         if must_move(value, target):
             moving[name] = value
         elif is_spread(value):
-            _copy_local(local_of(value), local_of(target))
+            copy_elements(local_of(value), local_of(target))
         else:
             fill_shard(value, target)
     for names in _by_ranks(moving, live):
@@ -70,13 +71,6 @@ def _by_ranks(values: Mapping[str, Any], live: Mapping[str, Any]) -> list[list[s
         ranks = {rank for one in pair for rank in sharding_of(one).ranks}
         parts.setdefault(tuple(sorted(ranks)), []).append(name)
     return [parts[ranks] for ranks in sorted(parts, key=group_order)]
-
-
-def _copy_local(value: torch.Tensor, live: torch.Tensor) -> None:
-    if value.dtype == live.dtype:
-        as_bits(live).copy_(as_bits(value))
-    else:
-        live.copy_(value)
 
 
 def _move(values: Mapping[str, Any], live: Mapping[str, Any]) -> None:
@@ -122,8 +116,6 @@ def as_dtensors(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _dtensor_like(value: FlatShard) -> torch.Tensor:
     """Make a DTensor without values for what lies in flat shards."""
-    from dsdformat.torch.sharding import sharding_of_placements
-
     sharding = sharding_of_placements(value.shape, value.mesh, value.placements)
     position = sharding.ranks.index(torch.distributed.get_rank())
     shard = empty(sharding.shard_shape(position), value.dtype, value.device)
@@ -159,5 +151,5 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return tensor.clone().cpu()
     copy = empty(tensor.shape, tensor.dtype)
-    as_bits(copy).copy_(as_bits(tensor))
+    copy_elements(tensor, copy)
     return copy

@@ -8,6 +8,7 @@ another the boxes lie one after another, each at a multiple of 16 bytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from dsdformat.boxes import Box
 from dsdformat.plan.sharding import Held, Sharding, on_each
-from dsdformat.torch.buffers import as_bits, row_boxes
+from dsdformat.torch.buffers import copy_elements, row_boxes
 from dsdformat.torch.sharding import held_view
 
 __all__ = ["BUCKET_NBYTES", "Form", "Piece", "Round", "Routes", "Spread"]
@@ -42,8 +43,7 @@ class Spread:
     @classmethod
     def of(cls, sharding: Sharding, ranks: Sequence[int]) -> Spread:
         """Find the positions of these global ranks."""
-        at = {rank: position for position, rank in enumerate(sharding.ranks)}
-        return cls(sharding, tuple(at.get(rank) for rank in ranks))
+        return cls(sharding, _positions(sharding.ranks, tuple(ranks)))
 
     @classmethod
     def only(cls, shape: Sequence[int], rank: int, world_size: int) -> Spread:
@@ -160,8 +160,7 @@ class Routes:
     ) -> None:
         """Copy what one rank, or all, want of these pieces of this rank into a buffer."""
         for view, box, piece, _ in self._views(pieces, target, buffer):
-            source = held_view(piece.held, box, shards[piece.name])
-            as_bits(view).copy_(as_bits(source))
+            copy_elements(held_view(piece.held, box, shards[piece.name]), view)
 
     def unpack(
         self,
@@ -172,11 +171,7 @@ class Routes:
     ) -> None:
         """Copy a buffer into shards of a rank, or into whole tensors; dtypes are converted."""
         for view, box, piece, held in self._views(pieces, target, buffer):
-            into = held_view(held, box, shards[piece.name])
-            if into.dtype == view.dtype:
-                as_bits(into).copy_(as_bits(view))
-            else:
-                into.copy_(view)
+            copy_elements(view, held_view(held, box, shards[piece.name]))
 
     def _views(
         self, pieces: Sequence[Piece], target: int | None, buffer: torch.Tensor
@@ -218,6 +213,12 @@ class Routes:
             left_out = once and not sharding.is_first(position)
             self._held[key] = [] if left_out else sharding.held(position)
         return self._held[key]
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(held: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[int | None, ...]:
+    at = {rank: position for position, rank in enumerate(held)}
+    return tuple(at.get(rank) for rank in ranks)
 
 
 def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "process_groups",
     "sharding_of",
     "sharding_of_placements",
+    "tensors_in",
 ]
 
 
@@ -95,6 +96,18 @@ def is_spread(value: Any) -> bool:
 def is_tensor(value: Any) -> bool:
     """Whether a value is a tensor, whole or spread."""
     return isinstance(value, torch.Tensor) or is_spread(value)
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """List the tensors in nested dicts, lists, tuples and sets."""
+    if is_tensor(value):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def sharding_of(tensor: Any) -> Sharding:

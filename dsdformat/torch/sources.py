@@ -27,6 +27,7 @@ __all__ = [
     "array_identity",
     "numpy_side",
     "tensor_identity",
+    "value_of",
 ]
 
 # Attributes of references, as the spec lists them.
@@ -52,10 +53,7 @@ class Adapter:
             return self._tensor(value, place)
         if is_array(value):
             return self._array(value, place)
-        named = find_named(value)
-        if named is not None:
-            return named
-        return numpy_side().value_of(value, place) if "numpy" in sys.modules else NotImplemented
+        return value_of(value, place)
 
     def _tensor(self, tensor: torch.Tensor, place: Sequence[Any]) -> Any:
         self._alive.append(tensor)
@@ -96,6 +94,14 @@ class Adapter:
         self._alive.append(array)
         identity = array_identity(array, source.dtype)
         return Reference(self._sources.setdefault(identity, source), {FLAVOUR: NUMPY})
+
+
+def value_of(value: Any, place: Sequence[Any]) -> Any:
+    """Return what stands for a value of torch or numpy; NotImplemented for anything else."""
+    named = find_named(value)
+    if named is not None:
+        return named
+    return numpy_side().value_of(value, place) if "numpy" in sys.modules else NotImplemented
 
 
 def tensor_identity(local: torch.Tensor, tensor: torch.Tensor) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from dsdformat.entries import TensorEntry
 from dsdformat.errors import ArgumentError, shorten
 from dsdformat.format.decoding import Hooks
 from dsdformat.format.paths import emit_name
-from dsdformat.format.values import Named, Scalar, Size, TensorRef, encoded_key
+from dsdformat.format.values import Named, Scalar, TensorRef, encoded_key
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.dtypes import find_value
 from dsdformat.torch.selection import Renames, Selection
@@ -21,6 +21,7 @@ from dsdformat.torch.sources import COMPOSITE, FLAVOUR, NUMPY, numpy_side
 
 __all__ = [
     "ABSENT",
+    "VALUES",
     "Composite",
     "Moved",
     "Path",
@@ -31,6 +32,7 @@ __all__ = [
     "find_items",
     "is_numpy",
     "leaves",
+    "named_value",
     "names_of",
     "pruned",
     "read_tree",
@@ -90,13 +92,12 @@ def read_tree(checkpoint: Checkpoint) -> dict[str, Any]:
     def tensor(ref: TensorRef) -> Stored:
         return Stored(entries[ref.index], dict(ref.attributes), names[ref.index])
 
-    raw: dict[str, Any] = checkpoint.tree(
-        Hooks(named=_named, scalar=_scalar, size=_size, tensor=tensor)
-    )
+    raw: dict[str, Any] = checkpoint.tree(replace(VALUES, tensor=tensor))
     return _composed(raw) if _has_composites(raw) else raw
 
 
-def _named(value: Named) -> Any:
+def named_value(value: Named) -> Any:
+    """Return the value of torch or numpy that a name stands for; the name where there is none."""
     found = find_value(value)
     return numpy_side().named_of(value) if found is value and "numpy" in value.kind else found
 
@@ -105,8 +106,8 @@ def _scalar(value: Scalar) -> Any:
     return numpy_side().scalar_of(value)
 
 
-def _size(value: Size) -> torch.Size:
-    return torch.Size(value)
+# Make the values of torch and numpy that are stored.
+VALUES = Hooks(named=named_value, scalar=_scalar, size=torch.Size)
 
 
 def _is_composite(value: Any) -> bool:

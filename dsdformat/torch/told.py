@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dsdformat.errors import UnsupportedValueError
-from dsdformat.format.decoding import Hooks, decode_tree
+from dsdformat.errors import UnsupportedValueError, listed
+from dsdformat.format.decoding import decode_tree
 from dsdformat.format.packing import emit, parse
 from dsdformat.format.paths import render_path
-from dsdformat.format.values import Named, Scalar, encode
+from dsdformat.format.values import Named, encode
 from dsdformat.torch.broadcast import fill_from_first
 from dsdformat.torch.comm import Comm
-from dsdformat.torch.dtypes import find_named, find_value, torch_dtype
+from dsdformat.torch.dtypes import dtype_name, torch_dtype
 from dsdformat.torch.redistribute import has_no_data
 from dsdformat.torch.routes import Form
 from dsdformat.torch.sharding import is_tensor
-from dsdformat.torch.sources import numpy_side
-from dsdformat.torch.stored import find_items, rebuilt
+from dsdformat.torch.sources import value_of
+from dsdformat.torch.stored import VALUES, find_items, named_value, rebuilt
 
 __all__ = ["Told"]
 
@@ -57,15 +57,14 @@ class Told:
                 self._check_data()
         self._forms: list[torch.Tensor] = []
         told = comm.tell_bytes(raw)
-        hooks = Hooks(named=self._named, scalar=_scalar, size=torch.Size)
+        hooks = replace(VALUES, named=self._named)
         self.state: dict[str, Any] = decode_tree(parse(told), hooks).root
         self._numbers = {id(form): number for number, form in enumerate(self._forms)}
 
     def _check_data(self) -> None:
         if self._meta:
-            more = f" and {len(self._meta) - 10} more" if len(self._meta) > 10 else ""
             raise UnsupportedValueError(
-                f"{', '.join(self._meta[:10])}{more} are on the meta device and have no data",
+                f"{listed(self._meta)} are on the meta device and have no data",
                 path_in_tree=self._meta[0],
             )
 
@@ -113,28 +112,16 @@ class Told:
             if has_no_data(value):
                 self._meta.append(render_path(place))
             self._tensors.append(value)
-            dtype = str(value.dtype).removeprefix("torch.")
-            return Named(
-                _FORM, "/".join([str(len(self._tensors) - 1), dtype, *map(str, value.shape)])
-            )
-        named = find_named(value)
-        if named is not None:
-            return named
-        return numpy_side().value_of(value, place) if "numpy" in sys.modules else NotImplemented
+            number = str(len(self._tensors) - 1)
+            return Named(_FORM, "/".join([number, dtype_name(value.dtype), *map(str, value.shape)]))
+        return value_of(value, place)
 
     def _named(self, value: Named) -> Any:
         if value.kind != _FORM:
-            found = find_value(value)
-            return (
-                numpy_side().named_of(value) if found is value and "numpy" in value.kind else found
-            )
+            return named_value(value)
         number, dtype, *shape = value.name.split("/")
         form = torch.empty([int(size) for size in shape], dtype=torch_dtype(dtype), device="meta")
         while len(self._forms) <= int(number):
             self._forms.append(form)
         self._forms[int(number)] = form
         return form
-
-
-def _scalar(value: Scalar) -> Any:
-    return numpy_side().scalar_of(value)

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["array_bytes", "assert_same", "native"]
+__all__ = ["MAPPINGS", "array_bytes", "assert_same", "identity", "native"]
 
-_MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
+MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 
 
 def native(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -43,7 +43,7 @@ def _differences(a: Any, b: Any, at: str) -> Iterator[str]:
         yield from _array_differences(a, b, at)
     elif type(a) is not type(b):
         yield f"{at}: {type(a).__qualname__} became {type(b).__qualname__}"
-    elif type(a) in _MAPPINGS:
+    elif type(a) in MAPPINGS:
         yield from _mapping_differences(a, b, at)
     elif isinstance(a, (list, tuple, deque)):
         if len(a) != len(b):
@@ -54,18 +54,18 @@ def _differences(a: Any, b: Any, at: str) -> Iterator[str]:
             yield from _differences(one, other, f"{at}[{index}]")
     elif isinstance(a, (set, frozenset)):
         yield from _key_differences(a, b, at)
-    elif _identity(a) != _identity(b):
+    elif identity(a) != identity(b):
         yield f"{at}: {a!r} became {b!r}"
 
 
-def _identity(value: Any) -> Any:
+def identity(value: Any) -> Any:
     """Something that is equal only for values that cannot be told apart."""
     if isinstance(value, np.generic):
         return value.dtype, value.tobytes()
     if type(value) is float:
         return "nan" if math.isnan(value) else struct.pack("<d", value)
     if type(value) is complex:
-        return _identity(value.real), _identity(value.imag)
+        return identity(value.real), identity(value.imag)
     if type(value) is datetime:
         # Aware datetimes are equal if they are the same instant.
         return value.replace(tzinfo=None), value.fold, value.utcoffset()

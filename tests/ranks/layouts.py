@@ -399,6 +399,20 @@ MAIN = (
     "fsdp2-compiled-part",
 )
 
+# Where an embedding and a head are units of their own, FSDP cannot tie them.
+TIED_LAYOUTS = (
+    "plain",
+    "ddp",
+    "fsdp1-full-orig",
+    "fsdp1-full-flat",
+    "fsdp1-no-flat",
+    "fsdp1-hybrid-orig",
+    "fsdp2",
+    "fsdp2-4",
+    "hsdp",
+    "compiled",
+)
+
 
 def build(name: str, kind: Callable[[], Model] = Net) -> Model:
     """Make a model and wrap it."""

@@ -21,10 +21,11 @@ from dsdformat.errors import (
     UnsupportedValueError,
 )
 from dsdformat.torch.broadcast import broadcast
-from dsdformat.torch.comm import Comm, run_together
+from dsdformat.torch.comm import Comm
 from dsdformat.torch.distribute import distribute
 from dsdformat.torch.gather import gather
 from dsdformat.torch.routes import Routes
+from tests.ranks.counting import counted
 from tests.ranks.layouts import everywhere
 from tests.ranks.shards import (
     DTYPE_IDS,
@@ -352,29 +353,6 @@ def moved_nbytes(verb: str) -> Iterator[list[int]]:
         setattr(Routes, verb, kept)
 
 
-@contextmanager
-def counted() -> Iterator[list[str]]:
-    """Note the collectives of torch that are called."""
-    calls: list[str] = []
-    names = ("all_gather", "all_to_all_single", "broadcast", "all_gather_object")
-    kept = {name: getattr(distributed, name) for name in names}
-
-    def noting(name: str) -> Any:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return kept[name](*args, **kwargs)
-
-        return function
-
-    for name in names:
-        setattr(distributed, name, noting(name))
-    try:
-        yield calls
-    finally:
-        for name in names:
-            setattr(distributed, name, kept[name])
-
-
 # Groups
 
 
@@ -604,8 +582,8 @@ def test_a_failure_of_some_ranks_is_raised_by_all(failing):
         if rank in failing:
             raise MismatchError(f"of rank {rank}", code="state_mismatch")
 
-    with pytest.raises(DistributedError) as caught:
-        run_together(Comm(), "the step", step)
+    with pytest.raises(DistributedError) as caught, Comm().together("the step"):
+        step()
     assert sorted(caught.value.failures) == failing
     assert {str(error) for error in caught.value.failures.values()} == {
         f"of rank {one}" for one in failing

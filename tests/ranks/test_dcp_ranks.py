@@ -42,7 +42,6 @@ from dsdformat.errors import (
 from dsdformat.storage import target
 from dsdformat.torch.dcp import DsdStorageReader, DsdStorageWriter
 from dsdformat.torch.state_dict import (
-    StateDictOptions,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -61,10 +60,9 @@ from tests.ranks.layouts import (
     numbered_model,
     numbered_optimizer,
 )
+from tests.ranks.options import FULL
 from tests.ranks.shards import mesh_of
 from tests.torch_runtime.exact import assert_same, assert_same_tensor
-
-FULL = StateDictOptions(full_state_dict=True)
 
 
 @contextlib.contextmanager

@@ -27,9 +27,9 @@ from tests.ranks.layouts import (
     numbered_optimizer,
     train,
 )
+from tests.ranks.options import FULL
 from tests.torch_runtime.exact import assert_same
 
-FULL = StateDictOptions(full_state_dict=True)
 WAYS = {
     "nested": StateDictOptions(full_state_dict=True),
     "flat": StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True),

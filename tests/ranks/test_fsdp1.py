@@ -37,12 +37,10 @@ from tests.ranks.layouts import (
     numbered_optimizer,
     train,
 )
+from tests.ranks.options import FROM_0, FULL, HOST
 from tests.ranks.shards import mesh_of
 from tests.torch_runtime.exact import assert_same
 
-FULL = StateDictOptions(full_state_dict=True)
-HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FROM_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 CPU = torch.device("cpu")
 
 

@@ -5,11 +5,10 @@ What one rank gives comes to all as it is; what cannot be right on some rank is 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +31,7 @@ from dsdformat.torch.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from tests.ranks.counting import counted
 from tests.ranks.layouts import (
     LAYOUTS,
     OPTIMIZERS,
@@ -51,6 +51,7 @@ from tests.ranks.layouts import (
     numbered_optimizer,
     train,
 )
+from tests.ranks.options import FLAT_FROM_0, FROM_0, FULL, HOST
 from tests.ranks.shards import (
     DTYPE_IDS,
     DTYPES,
@@ -64,10 +65,6 @@ from tests.ranks.shards import (
 from tests.ranks.test_state_dict_broadcast import MIB, SLACK, forget_peak, rss, warm
 from tests.torch_runtime.exact import assert_same, assert_same_tensor
 
-FULL = StateDictOptions(full_state_dict=True)
-HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FROM_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-FLAT_FROM_0 = dataclasses.replace(FROM_0, flatten_optimizer_state_dict=True)
 WAYS = {"all": FULL, "from-0": FROM_0}
 
 any_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
@@ -598,42 +595,6 @@ def messages(layout: str, count: int) -> dict[str, int]:
     noted("set shards", lambda: set_model_state_dict(model, shards))
     noted("set shards of the optimizer", lambda: set_optimizer_state_dict(model, optimizer, pieces))
     return result
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[list[str]]:
-    """Note the collectives of torch that are called."""
-    names = (
-        "all_gather",
-        "all_gather_object",
-        "all_reduce",
-        "all_to_all_single",
-        "barrier",
-        "batch_isend_irecv",
-        "broadcast",
-        "broadcast_object_list",
-        "gather_object",
-        "recv",
-        "scatter",
-        "send",
-    )
-    calls: list[str] = []
-    kept = {name: getattr(distributed, name) for name in names}
-
-    def noting(name: str) -> Any:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return kept[name](*args, **kwargs)
-
-        return function
-
-    for name in names:
-        setattr(distributed, name, noting(name))
-    try:
-        yield calls
-    finally:
-        for name in names:
-            setattr(distributed, name, kept[name])
 
 
 def peaks_of_setting() -> list[float]:

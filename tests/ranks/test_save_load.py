@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 import dsdformat
 import dsdformat.torch as dsd
 from dsdformat.errors import DistributedError, DsdError, MismatchError, RankDisagreementError
-from dsdformat.torch.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from dsdformat.torch.state_dict import get_state_dict, set_state_dict
+from tests.ranks.counting import watched
 from tests.ranks.layouts import (
     LAYOUTS,
     OPTIMIZERS,
@@ -27,10 +28,10 @@ from tests.ranks.layouts import (
     numbered_optimizer,
     train,
 )
+from tests.ranks.options import FULL
 from tests.ranks.shards import mesh_of
 from tests.torch_runtime.exact import assert_same
 
-FULL = StateDictOptions(full_state_dict=True)
 SOURCES = (
     "plain",
     "ddp",
@@ -374,24 +375,13 @@ def test_a_checkpoint_that_is_there_is_kept_unless_asked():
 def test_a_save_moves_no_bytes_of_tensors_between_ranks():
     model = fully_shard(nn.Linear(512, 1024, bias=False), mesh=mesh_of((4,)))
     moved = []
-    names = ("all_gather", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
-    kept = {name: getattr(distributed, name) for name in names}
 
-    def noting(name: str) -> Any:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            tensor = args[1] if name in ("all_gather", "all_to_all_single") else args[0]
-            moved.append(tensor.nbytes)
-            return kept[name](*args, **kwargs)
+    def note(name: str, args: tuple[Any, ...]) -> None:
+        tensor = args[1] if name in ("all_gather", "all_to_all_single") else args[0]
+        moved.append(tensor.nbytes)
 
-        return function
-
-    for name in names:
-        setattr(distributed, name, noting(name))
-    try:
+    with watched(note, ("all_gather", "all_to_all_single", "broadcast", "reduce_scatter_tensor")):
         dsd.save(shared("quiet"), {"model": model})
-    finally:
-        for name in names:
-            setattr(distributed, name, kept[name])
     assert sum(moved) < 20_000  # of 2 MiB
 
 

@@ -40,11 +40,10 @@ from tests.ranks.layouts import (
     numbered_optimizer,
     train,
 )
+from tests.ranks.options import FROM_0, FULL
 from tests.ranks.shards import dtensor, mesh_of
 from tests.torch_runtime.exact import assert_same, assert_same_tensor
 
-FULL = StateDictOptions(full_state_dict=True)
-FROM_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 MIB = 1 << 20
 
 

@@ -27,6 +27,7 @@ from tests.ranks.layouts import (
     LAYOUTS,
     MAIN,
     OPTIMIZERS,
+    TIED_LAYOUTS,
     Net,
     Pads,
     Tied,
@@ -37,11 +38,8 @@ from tests.ranks.layouts import (
     numbered_model,
     train,
 )
+from tests.ranks.options import FROM_0, FULL, HOST
 from tests.torch_runtime.exact import assert_same, assert_same_tensor
-
-FULL = StateDictOptions(full_state_dict=True)
-HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FROM_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def filled(layout: str, kind: Any = Net, shift: int = 0) -> tuple[nn.Module, dict[str, Any]]:
@@ -205,20 +203,6 @@ def test_shards_of_another_layout_are_moved(pair):
 
 
 # Tied tensors, and sizes that pad
-
-# Where an embedding and a head are units of their own, FSDP cannot tie them.
-TIED_LAYOUTS = (
-    "plain",
-    "ddp",
-    "fsdp1-full-orig",
-    "fsdp1-full-flat",
-    "fsdp1-no-flat",
-    "fsdp1-hybrid-orig",
-    "fsdp2",
-    "fsdp2-4",
-    "hsdp",
-    "compiled",
-)
 
 
 @pytest.mark.parametrize("layout", layouts(*TIED_LAYOUTS))

@@ -24,6 +24,7 @@ from tests.ranks.layouts import (
     MAIN,
     OPTIMIZERS,
     STATELESS,
+    TIED_LAYOUTS,
     Net,
     Pads,
     Tied,
@@ -38,15 +39,8 @@ from tests.ranks.layouts import (
     numbered_optimizer,
     train,
 )
+from tests.ranks.options import FLAT, FLAT_HOST, FROM_0, FULL, HOST
 from tests.torch_runtime.exact import assert_same, assert_same_tensor
-
-FULL = StateDictOptions(full_state_dict=True)
-FLAT = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
-HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FLAT_HOST = StateDictOptions(
-    full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True
-)
-FROM_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 Optimizer = torch.optim.Optimizer
 
@@ -480,19 +474,7 @@ def test_two_optimizers_of_one_parameter_are_refused(layout):
 # Tied parameters, sizes that pad
 
 
-TIED = (
-    "plain",
-    "ddp",
-    "fsdp1-full-orig",
-    "fsdp1-full-flat",
-    "fsdp1-hybrid-orig",
-    "fsdp2",
-    "hsdp",
-    "compiled",
-)
-
-
-@pytest.mark.parametrize("layout", layouts(*TIED))
+@pytest.mark.parametrize("layout", layouts(*TIED_LAYOUTS))
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 def test_a_tied_parameter_has_one_entry(layout, flat):
     options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
@@ -507,7 +489,7 @@ def test_a_tied_parameter_has_one_entry(layout, flat):
     assert inner.emb.weight is inner.head.weight
 
 
-@pytest.mark.parametrize("layout", layouts(*TIED))
+@pytest.mark.parametrize("layout", layouts(*TIED_LAYOUTS))
 def test_an_entry_under_the_other_name_of_a_tied_parameter_is_found(layout):
     wanted = numbered_optimizer(Tied(), OPTIMIZERS["adamw"])
     given = copy.deepcopy(wanted)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import pathlib
-import struct
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
-from datetime import datetime
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.properties.sameness import MAPPINGS, array_bytes, identity, native
+
 __all__ = ["assert_same", "assert_same_tensor", "bits"]
 
-_MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 _SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -56,7 +53,7 @@ def _values(a: Any, b: Any, at: str) -> Iterator[str]:
         yield from _arrays(a, b, at)
     elif type(a) is not type(b):
         yield f"{at}: {type(a).__qualname__} {_short(a)} for {type(b).__qualname__} {_short(b)}"
-    elif type(b) in _MAPPINGS:
+    elif type(b) in MAPPINGS:
         yield from _mappings(a, b, at)
     elif isinstance(b, (list, tuple, deque)):
         if len(a) != len(b):
@@ -67,7 +64,7 @@ def _values(a: Any, b: Any, at: str) -> Iterator[str]:
             yield from _values(one, other, f"{at}[{index}]")
     elif isinstance(b, (set, frozenset)):
         yield from _keys(a, b, at)
-    elif _identity(a) != _identity(b):
+    elif identity(a) != identity(b):
         yield f"{at}: {_short(a)} for {_short(b)}"
 
 
@@ -106,21 +103,12 @@ def _subclasses(a: Any, b: Any, at: str) -> Iterator[str]:
         yield from _tensors(getattr(a, name), getattr(b, name), f"{at}.{name}")
 
 
-def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype if dtype.names else dtype.newbyteorder("=")
-
-
-def _array_bytes(array: Any) -> bytes:
-    packed = np.ascontiguousarray(array).astype(_native(array.dtype), copy=False)
-    return packed.reshape(-1).view(np.uint8).tobytes() if array.size else b""
-
-
 def _arrays(a: Any, b: Any, at: str) -> Iterator[str]:
     if type(a) is not np.ndarray:
         yield f"{at}: {type(a).__qualname__} for an array"
-    elif a.dtype != _native(b.dtype) or a.shape != b.shape:
+    elif a.dtype != native(b.dtype) or a.shape != b.shape:
         yield f"{at}: {a.dtype} {a.shape} for {b.dtype} {b.shape}"
-    elif _array_bytes(a) != _array_bytes(b):
+    elif array_bytes(a) != array_bytes(b):
         yield f"{at}: other bytes"
 
 
@@ -140,22 +128,6 @@ def _keys(a: Any, b: Any, at: str) -> Iterator[str]:
         return
     for key in b:
         yield from _values(held[key], key, f"{at}, key {_short(key)}")
-
-
-def _identity(value: Any) -> Any:
-    """Something that is equal only for values that cannot be told apart."""
-    if isinstance(value, np.generic):
-        return value.dtype, value.tobytes()
-    if type(value) is float:
-        return "nan" if math.isnan(value) else struct.pack("<d", value)
-    if type(value) is complex:
-        return _identity(value.real), _identity(value.imag)
-    if type(value) is datetime:
-        # Aware datetimes are equal if they are the same instant.
-        return value.replace(tzinfo=None), value.fold, value.utcoffset()
-    if isinstance(value, pathlib.PurePath):
-        return value.drive, value.root, value.parts, str(value)
-    return value
 
 
 def _short(value: Any) -> str:

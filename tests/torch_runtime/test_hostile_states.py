@@ -1004,10 +1004,8 @@ def test_a_huge_shape_is_refused_in_place_and_left_out_if_that_is_allowed(path, 
     assert_same_tensor(state["x"], torch.ones(3, dtype=torch.uint8))
 
 
-def test_a_large_tensor_that_does_not_fit_is_not_read(path, monkeypatch):
-    """With `strict=False`, a mismatch costs neither memory nor time."""
-    write(path, {"x": torch.zeros(1 << 20), "y": torch.ones(1)})
-    state = {"x": torch.ones(3), "y": torch.zeros(1)}
+def made_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note how many elements each tensor has that `torch.empty` makes."""
     sizes: list[int] = []
     original = torch.empty
 
@@ -1017,6 +1015,14 @@ def test_a_large_tensor_that_does_not_fit_is_not_read(path, monkeypatch):
         return made
 
     monkeypatch.setattr(torch, "empty", noting)
+    return sizes
+
+
+def test_a_large_tensor_that_does_not_fit_is_not_read(path, monkeypatch):
+    """With `strict=False`, a mismatch costs neither memory nor time."""
+    write(path, {"x": torch.zeros(1 << 20), "y": torch.ones(1)})
+    state = {"x": torch.ones(3), "y": torch.zeros(1)}
+    sizes = made_sizes(monkeypatch)
     dsd.load(path, state, strict=False)
     assert max(sizes, default=0) < 1 << 20
     assert_same_tensor(state["x"], torch.ones(3))
@@ -1025,15 +1031,7 @@ def test_a_large_tensor_that_does_not_fit_is_not_read(path, monkeypatch):
 def test_a_tensor_that_is_read_in_place_is_not_made_a_second_time(path, monkeypatch):
     write(path, {"x": torch.zeros(1 << 20)})
     state = {"x": torch.ones(1 << 20)}
-    sizes: list[int] = []
-    original = torch.empty
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
-        sizes.append(made.numel())
-        return made
-
-    monkeypatch.setattr(torch, "empty", noting)
+    sizes = made_sizes(monkeypatch)
     dsd.load(path, state)
     assert max(sizes, default=0) < 1 << 20
     assert_same_tensor(state["x"], torch.zeros(1 << 20))
