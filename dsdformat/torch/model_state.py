@@ -115,12 +115,12 @@ def finished(
     spread = {shown[key]: entries[key] for key in keys}
     if not offload:
         whole = gather(spread)
-        return {key: whole[shown[key]] if key in shown else v for key, v in result.items()}
+        return {key: whole.get(shown[key]) if key in shown else v for key, v in result.items()}
     whole = gather_on(spread, comm.ranks[0], torch.device("cpu"))
     if not comm.is_coordinator:
         return {}
     return {
-        key: whole[shown[key]] if key in shown else host_copy(value)
+        key: whole.get(shown[key]) if key in shown else host_copy(value)
         for key, value in result.items()
     }
 
