@@ -1,14 +1,27 @@
 """Read checkpoints of other formats. Nothing in them is executed or imported, and no torch needed.
 
 `open_foreign` opens what `find_kind` recognizes, and gives a `Foreign`: a nested state of values
-with a `ForeignTensor` at each tensor, which reads any box of itself from where it lies.
+with a `ForeignTensor` at each tensor, which reads any box of itself from where it lies. `open_any`
+opens checkpoints of ours too, with the same face.
 """
 
 from __future__ import annotations
 
-from dsdformat.convert.foreign import Foreign
-from dsdformat.convert.kinds import Kind, find_kind, open_foreign
+from dsdformat.convert.foreign import AnyTensor, Foreign
+from dsdformat.convert.kinds import Kind, find_kind, open_any, open_foreign
+from dsdformat.convert.own import StoredTensor
 from dsdformat.convert.settling import Finding, Policy
 from dsdformat.convert.tensor import ForeignTensor
 
-__all__ = ["Finding", "Foreign", "ForeignTensor", "Kind", "Policy", "find_kind", "open_foreign"]
+__all__ = [
+    "AnyTensor",
+    "Finding",
+    "Foreign",
+    "ForeignTensor",
+    "Kind",
+    "Policy",
+    "StoredTensor",
+    "find_kind",
+    "open_any",
+    "open_foreign",
+]

@@ -1,26 +1,25 @@
-"""One face for all foreign checkpoints: names, tensors that are read when asked, values.
+"""One face for all checkpoints that are converted: names, tensors that are read when asked, values.
 
 A `Foreign` is to a converter what a `Checkpoint` is to a loader, and gives what a `Writer` takes.
-Knows nothing of kinds of files; those are made by `kinds.open`.
+Knows nothing of kinds of files; those are made by `kinds.open_foreign`, and ours by `own.open_own`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from dsdformat.boxes import Box
 from dsdformat.convert.settling import Finding, Settled
-from dsdformat.convert.tensor import ForeignTensor
 from dsdformat.errors import EntryNotFoundError, shorten
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import encoded_key
-from dsdformat.sources import TensorSource
+from dsdformat.sources import Reference, TensorSource
 
-__all__ = ["Foreign", "Kind", "walk_tree"]
+__all__ = ["AnyTensor", "Foreign", "Kind", "walk_tree"]
 
 Path = tuple[Any, ...]
 _ROOT = "value"
@@ -52,14 +51,48 @@ class Kind(Enum):
     NPZ = "a .npz file"
 
 
+@runtime_checkable
+class AnyTensor(Protocol):
+    """A tensor of a checkpoint of any kind: a `ForeignTensor`, or a `StoredTensor` of ours."""
+
+    @property
+    def dtype(self) -> str:
+        """Logical name in the registry."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the packed bytes."""
+
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """Hints that are stored with a reference: `dim_order`, `flavour`."""
+
+    @property
+    def identity(self) -> int:
+        """What is equal for tied tensors, also if their hints differ."""
+
+    def read(self, box: Box | None = None, *, into: Any = None) -> memoryview:
+        """Read one box as packed row-major little-endian bytes."""
+
+    def source(self) -> TensorSource:
+        """Return what a `Writer` stores of it."""
+
+    def reference(self, source: TensorSource) -> Reference:
+        """Return a reference to a source of it, with the hints."""
+
+
 class Foreign:
-    """A foreign checkpoint that is open for reading. A context manager.
+    """A checkpoint that is open for reading, in another format or ours. A context manager.
 
     Attributes:
         kind: What it is.
         name: How messages call it.
-        tree: Its state: values of the format, with a `ForeignTensor` at each tensor. The same
-            object at two places is a tied tensor.
+        tree: Its state: values of the format, with an `AnyTensor` at each tensor. Those of one
+            `identity` are tied.
         findings: What is not in the tree as it was in the file; empty if all is.
         attributes: What Python keeps on ordered dicts beside their items, as `_metadata` of a
             module's state dict, by path.
@@ -85,10 +118,10 @@ class Foreign:
         self._verify = verify
         self._close = close
         self._paths: dict[int, list[Path]] = {}
-        self._tensors: dict[str, ForeignTensor] = {}
+        self._tensors: dict[str, AnyTensor] = {}
         for path, leaf in walk_tree(self.tree):
-            if type(leaf) is ForeignTensor:
-                self._paths.setdefault(id(leaf.parts), []).append(path)
+            if isinstance(leaf, AnyTensor):
+                self._paths.setdefault(leaf.identity, []).append(path)
                 self._tensors[emit_name(path, encoded_key)] = leaf
 
     def __enter__(self) -> Foreign:
@@ -106,15 +139,15 @@ class Foreign:
         """Return the number of tensors, tied ones counted once."""
         return len(self._paths)
 
-    def __iter__(self) -> Iterator[tuple[str, ForeignTensor]]:
+    def __iter__(self) -> Iterator[tuple[str, AnyTensor]]:
         """Yield display names and tensors, in the order of the tree; tied ones once a name."""
         return iter(self._tensors.items())
 
-    def paths(self, tensor: ForeignTensor) -> list[Path]:
+    def paths(self, tensor: AnyTensor) -> list[Path]:
         """Return all paths that lead to a tensor: several if it is tied."""
-        return self._paths.get(id(tensor.parts), [])
+        return self._paths.get(tensor.identity, [])
 
-    def tensor(self, name: str) -> ForeignTensor:
+    def tensor(self, name: str) -> AnyTensor:
         """Return the tensor of a display name.
 
         Raises:
@@ -141,11 +174,11 @@ class Foreign:
         sources: dict[int, TensorSource] = {}
 
         def leaf(value: Any) -> Any:
-            if type(value) is not ForeignTensor:
+            if not isinstance(value, AnyTensor):
                 return value
-            source = sources.get(id(value.parts))
+            source = sources.get(value.identity)
             if source is None:
-                source = sources[id(value.parts)] = value.source()
+                source = sources[value.identity] = value.source()
             return value.reference(source)
 
         state = _replaced(self.tree, leaf)

@@ -18,6 +18,7 @@ from dsdformat.convert.faults import fault
 from dsdformat.convert.files import Bytes, Folder, read_bytes
 from dsdformat.convert.foreign import Foreign, Kind
 from dsdformat.convert.npz import NPY_SUFFIX, read_npz
+from dsdformat.convert.own import open_own
 from dsdformat.convert.safetensors import (
     INDEX_SUFFIX,
     SHARDING_KEY,
@@ -34,7 +35,7 @@ from dsdformat.errors import ArgumentError, ConvertError, printable, shorten
 from dsdformat.garbage import paused_gc
 from dsdformat.limits import JSON_NBYTES_MAX, MANIFEST_LABEL
 
-__all__ = ["Kind", "find_kind", "open_foreign"]
+__all__ = ["Kind", "find_kind", "open_any", "open_foreign"]
 
 PathLike = str | os.PathLike[str]
 _SUFFIX = ".safetensors"
@@ -104,7 +105,10 @@ def open_foreign(path: PathLike, *, unknown: Policy = "refuse") -> Foreign:
     kind = find_kind(path)
     if kind is Kind.DSD:
         raise fault(
-            "unsupported_kind", os.fspath(path), "is a checkpoint of ours", hint="dsdformat.open it"
+            "unsupported_kind",
+            os.fspath(path),
+            "is a checkpoint of ours",
+            hint="open it with dsdformat.open, or with open_any",
         )
     if os.path.isdir(path):
         folder = Folder(path)
@@ -118,6 +122,13 @@ def open_foreign(path: PathLike, *, unknown: Policy = "refuse") -> Foreign:
     except BaseException:
         folder.close()
         raise
+
+
+def open_any(path: PathLike, *, unknown: Policy = "refuse") -> Foreign:
+    """Open a checkpoint of any kind, ours too, for reading; see `open_foreign` and `open_own`."""
+    if find_kind(path) is Kind.DSD:
+        return open_own(path)
+    return open_foreign(path, unknown=unknown)
 
 
 def _split(path: PathLike) -> tuple[Folder, str]:

@@ -91,6 +91,11 @@ class ForeignTensor:
         """Length of the packed bytes."""
         return whole(self.shape).numel * self.itemsize
 
+    @property
+    def identity(self) -> int:
+        """What is equal for tied tensors, also if their hints differ."""
+        return id(self.parts)
+
     def read(self, box: Box | None = None, *, into: Any = None) -> memoryview:
         """Read one box as packed row-major little-endian bytes.
 

@@ -1,0 +1,125 @@
+"""A checkpoint of ours with the face of a foreign one, so that a converter knows one face only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsdformat import folders
+from dsdformat.boxes import Box, flat_boxes, whole
+from dsdformat.convert.foreign import Foreign, Kind
+from dsdformat.convert.settling import Settled
+from dsdformat.entries import TensorEntry
+from dsdformat.folders import PathLike
+from dsdformat.format.decoding import Hooks
+from dsdformat.format.dtypes import DTYPES
+from dsdformat.format.values import TensorRef
+from dsdformat.limits import MIB
+from dsdformat.reader import Checkpoint
+from dsdformat.sources import Data, Reference, TensorSource
+
+__all__ = ["StoredTensor", "open_own"]
+
+_SLAB_NBYTES = 4 * MIB
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A reference to a tensor of a checkpoint of ours; has what a `ForeignTensor` has.
+
+    Attributes:
+        entry: The tensor.
+        attributes: Hints that are stored with this reference: `dim_order`, `flavour`.
+    """
+
+    entry: TensorEntry
+    attributes: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.dtype}, {list(self.shape)})"
+
+    @property
+    def dtype(self) -> str:
+        """Logical name in the registry."""
+        return self.entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return self.entry.shape
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the packed bytes."""
+        return self.entry.nbytes
+
+    @property
+    def identity(self) -> int:
+        """What is equal for names of one tensor."""
+        return self.entry.index
+
+    def read(self, box: Box | None = None, *, into: Any = None) -> memoryview:
+        """Read one box as packed row-major little-endian bytes; see `Checkpoint.read`."""
+        return self.entry.read(box, into=into)
+
+    def source(self) -> TensorSource:
+        """Return what a `Writer` stores of it: one chunk, whatever ranks have written."""
+        data: Data = self._blocks if self.nbytes else b""
+        return TensorSource.of(self.dtype, self.shape, data)
+
+    def reference(self, source: TensorSource) -> Reference:
+        """Return a reference to a source of it, with the hints."""
+        return Reference(source, dict(self.attributes))
+
+    def _blocks(self) -> Iterator[memoryview]:
+        step, count = max(1, _SLAB_NBYTES // self.itemsize), whole(self.shape).numel
+        buffer = memoryview(bytearray(min(step, count) * self.itemsize))
+        for start in range(0, count, step):
+            at = 0
+            for piece in flat_boxes(self.shape, start, min(start + step, count)):
+                end = at + piece.numel * self.itemsize
+                self.entry.read(piece, into=buffer[at:end])
+                at = end
+            yield buffer[:at]
+
+
+def open_own(path: PathLike, *, verify_data: bool = True, threads: int | None = None) -> Foreign:
+    """Open a checkpoint of ours as a converter sees it. Its user metadata is `metadata`.
+
+    Args:
+        path: The checkpoint's folder.
+        verify_data: Whether to compare blocks with their digests when they are read.
+        threads: How many threads read; up to 8 if None.
+
+    Raises:
+        FormatError, StorageError: as `dsdformat.open`.
+
+    Ranks: local.
+    Memory: the tree; no tensor.
+    """
+    checkpoint = folders.open(path, verify=verify_data, threads=threads)
+    try:
+        return Foreign(
+            Kind.DSD,
+            checkpoint.table.storage.name,
+            Settled(_tree_of(checkpoint)),
+            metadata=dict(checkpoint.user),
+            verify=lambda: folders.verify(path, threads=threads).raise_if_bad(),
+            close=checkpoint.close,
+        )
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _tree_of(checkpoint: Checkpoint) -> Any:
+    def tensor(ref: TensorRef) -> StoredTensor:
+        return StoredTensor(TensorEntry(checkpoint.table, ref.index), dict(ref.attributes))
+
+    return checkpoint.tree(replace(Hooks(), tensor=tensor))
