@@ -16,6 +16,7 @@ from dsdformat.errors import MismatchError, UnsupportedValueError, listed
 from dsdformat.torch import fsdp1
 from dsdformat.torch.buffers import as_bits, digest_of
 from dsdformat.torch.comm import Comm
+from dsdformat.torch.fsdp2 import reshard_fsdp2
 from dsdformat.torch.gather import gather, gather_on
 from dsdformat.torch.live_model import Entry, LiveModel, is_placed
 from dsdformat.torch.placing import replace_content
@@ -186,6 +187,7 @@ def plan_model(
 
     def install() -> IncompatibleKeys:
         fsdp1.reshard(live.model)
+        reshard_fsdp2(live.model)
         _set(live, entries, values, told, group)
         return keys
 

@@ -16,6 +16,7 @@ import dsdformat.torch as dsd
 from dsdformat.errors import DistributedError, DsdError, MismatchError, RankDisagreementError
 from dsdformat.torch.state_dict import get_state_dict, set_state_dict
 from tests.ranks.counting import watched
+from tests.ranks.folders import shared
 from tests.ranks.layouts import (
     LAYOUTS,
     OPTIMIZERS,
@@ -279,14 +280,6 @@ def test_values_that_differ_are_told_before_anything_is_written():
     with pytest.raises(RankDisagreementError, match=r"(?s)step differs.*PerRank"):
         dsd.save(path, {"step": distributed.get_rank(), "same": 1})
     assert not Path(path).exists()
-
-
-def shared(name: str) -> str:
-    """A path that all ranks have, in the folder of the launch."""
-    store = distributed.distributed_c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return str(Path(store.path).parent / name)
 
 
 @pytest.mark.ranks(2)
