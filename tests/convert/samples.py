@@ -65,7 +65,7 @@ VALUES = {
     ],
     "paths": [pathlib.Path("/a/b"), pathlib.PurePosixPath("a/../b"), pathlib.Path()],
     "windows": [pathlib.PureWindowsPath("c:\\x")],
-    "constants": [torch.float8_e8m0fnu, torch.device("cuda", 1), torch.sparse_coo, torch.int4],
+    "constants": [torch.float8_e5m2, torch.device("cuda", 1), torch.sparse_coo, torch.int4],
     "sizes": [torch.Size([1, 2]), torch.Size([])],
     "keys": {(1, "a"): 1, None: 2, 1.5: 3, True: 4, b"x": 5, -7: 6, frozenset([1]): 7},
 }

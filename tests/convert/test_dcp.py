@@ -30,6 +30,7 @@ DTYPES = [
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
 ]
+DTYPES = [name for name in DTYPES if hasattr(torch, name)]  # some are newer than the oldest torch
 
 
 def trained() -> dict[str, Any]:

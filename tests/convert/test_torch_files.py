@@ -28,6 +28,7 @@ DTYPES = [
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
     "float4_e2m1fn_x2",
 ]
+DTYPES = [name for name in DTYPES if hasattr(torch, name)]  # some are newer than the oldest torch
 
 
 @forms
