@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from exactly import digest_of, torch_digest
-from samples import written
+from samples import FORMS, NO_DIST, needs_forms, written
 from torch import nn
-from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -91,9 +90,10 @@ def test_one_file_for_each_item_is_read_exactly(tmp_path):
     assert ours == torch_digest(theirs(folder), tmp_path / "expected")
 
 
+@needs_forms
 def test_items_in_the_form_of_safetensors_are_read_exactly(tmp_path):
     state = STATES["training"]()
-    form = SerializationFormat.SAFETENSORS
+    form = FORMS.SAFETENSORS
     digests = []
     for name, options in {"plain": {}, "safetensors": {"serialization_format": form}}.items():
         folder = written(state, tmp_path / name, **options)
@@ -125,7 +125,7 @@ def test_files_of_the_hugging_face_writer_are_read(tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             writer = HuggingFaceStorageWriter(str(tmp_path / name), **options)
-            dcp.save(state, storage_writer=writer, no_dist=True)
+            dcp.save(state, storage_writer=writer, **NO_DIST)
         with open_foreign(tmp_path / name) as foreign:
             assert digest_of(foreign, tmp_path / f"{name}-ours") == torch_digest(
                 state, tmp_path / f"{name}-expected"

@@ -11,6 +11,7 @@ import pytest
 from dsdformat import Box
 from dsdformat.convert import ForeignTensor, open_foreign
 from tests.convert import saving_ranks
+from tests.convert.samples import needs_forms
 from tests.ranks.launching import Call, Launch, Launcher
 
 pytestmark = pytest.mark.dist
@@ -59,6 +60,7 @@ def test_a_training_that_fsdp2_shards_is_read_exactly(saved, shape):
         assert len(foreign.tensor("model/0.weight").parts) == shape[-1]
 
 
+@needs_forms
 def test_items_of_safetensors_of_several_ranks_are_read_exactly(saved):
     folder, expected = saved(saving_ranks.save_fsdp2, (2,), "SAFETENSORS")
     with open_foreign(folder) as foreign:
