@@ -42,6 +42,7 @@ UNITS = (
     Unit("limits", layer=0, reach=-1),
     Unit("garbage", layer=0, reach=-1),
     Unit("boxes", layer=0, reach=-1, peers=("errors",)),
+    Unit("selection", layer=0, reach=-1, peers=("errors",)),
     Unit("format", layer=1, reach=0, foreign=("msgpack", "blake3", "zstandard")),
     Unit("storage", layer=2, reach=0, peers=("storage.remote",)),
     Unit("storage.remote", layer=2, reach=0, peers=("storage",), foreign=("fsspec", "obstore")),

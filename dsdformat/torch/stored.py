@@ -15,8 +15,8 @@ from dsdformat.format.decoding import Hooks
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import Named, Scalar, TensorRef, encoded_key
 from dsdformat.reader import Checkpoint
+from dsdformat.selection import Renames, Selection
 from dsdformat.torch.dtypes import find_value
-from dsdformat.torch.selection import Renames, Selection
 from dsdformat.torch.sources import COMPOSITE, FLAVOUR, NUMPY, numpy_side
 
 __all__ = [
