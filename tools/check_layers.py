@@ -55,6 +55,7 @@ UNITS = (
     Unit("reader", layer=3, reach=2, peers=("source", "tensors", "entries")),
     Unit("sources", layer=3, reach=2),
     Unit("labels", layer=3, reach=2),
+    Unit("renaming", layer=3, reach=2),
     Unit("datafiles", layer=3, reach=2, peers=("sources", "blocks")),
     Unit("parts", layer=3, reach=2, peers=("datafiles",)),
     Unit("writer", layer=3, reach=2, peers=("sources", "labels", "blocks", "datafiles", "parts")),

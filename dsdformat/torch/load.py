@@ -14,6 +14,7 @@ from dsdformat import folders
 from dsdformat.errors import DsdError
 from dsdformat.folders import PathLike
 from dsdformat.reader import Checkpoint
+from dsdformat.renaming import renamed
 from dsdformat.selection import Rename
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.comm import Comm
@@ -34,7 +35,6 @@ from dsdformat.torch.stored import (
     names_of,
     pruned,
     read_tree,
-    renamed,
 )
 
 __all__ = ["load", "load_model"]
