@@ -17,9 +17,10 @@ from dsdformat.convert.settling import Finding, Settled
 from dsdformat.errors import EntryNotFoundError, shorten
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import encoded_key
+from dsdformat.reader import Checkpoint
 from dsdformat.sources import Reference, TensorSource
 
-__all__ = ["AnyTensor", "Foreign", "Kind", "walk_tree"]
+__all__ = ["AnyTensor", "Foreign", "Kind", "mapped_tree", "rooted", "state_of", "walk_tree"]
 
 Path = tuple[Any, ...]
 _ROOT = "value"
@@ -97,6 +98,7 @@ class Foreign:
         attributes: What Python keeps on ordered dicts beside their items, as `_metadata` of a
             module's state dict, by path.
         metadata: Free strings of the file, as `__metadata__` of safetensors.
+        checkpoint: The checkpoint itself if it is ours, else None.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Foreign:
         metadata: dict[str, str] | None = None,
         verify: Callable[[], None] | None = None,
         close: Callable[[], None] | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self.kind = kind
         self.name = name
@@ -115,6 +118,7 @@ class Foreign:
         self.findings: tuple[Finding, ...] = tuple(settled.findings)
         self.attributes = settled.attributes
         self.metadata = metadata or {}
+        self.checkpoint = checkpoint
         self._verify = verify
         self._close = close
         self._paths: dict[int, list[Path]] = {}
@@ -171,19 +175,12 @@ class Foreign:
         Memory: that of the values; when written, 4 MiB, or 40 MiB for a tensor that is not
         contiguous in its file.
         """
-        sources: dict[int, TensorSource] = {}
+        return state_of(self.tree)
 
-        def leaf(value: Any) -> Any:
-            if not isinstance(value, AnyTensor):
-                return value
-            source = sources.get(value.identity)
-            if source is None:
-                source = sources[value.identity] = value.source()
-            return value.reference(source)
-
-        state = _replaced(self.tree, leaf)
-        plain = type(state) in (dict, OrderedDict) and all(type(key) is str for key in state)
-        return state if plain else {_ROOT: state}
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the file has checksums that `verify` compares."""
+        return self._verify is not None
 
     def verify(self) -> None:
         """Compare all data with the checksums that the file has of them, if it has any.
@@ -217,11 +214,39 @@ def walk_tree(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, tree
 
 
-def _replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
+def rooted(tree: Any) -> dict[str, Any]:
+    """Return a tree as a state is: what is no dict of string keys lies under the key `value`."""
+    plain = type(tree) in (dict, OrderedDict) and all(type(key) is str for key in tree)
+    return tree if plain else {_ROOT: tree}
+
+
+def state_of(
+    tree: Any, source_of: Callable[[AnyTensor], TensorSource] = lambda tensor: tensor.source()
+) -> dict[str, Any]:
+    """Return what `Writer.add` takes; see `Foreign.state`.
+
+    Args:
+        tree: Values of the format, with an `AnyTensor` at each tensor.
+        source_of: Gives what is stored of a tensor; called once for tied ones.
+    """
+    sources: dict[int, TensorSource] = {}
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, AnyTensor):
+            return value
+        source = sources.get(value.identity)
+        if source is None:
+            source = sources[value.identity] = source_of(value)
+        return value.reference(source)
+
+    return rooted(mapped_tree(tree, leaf))
+
+
+def mapped_tree(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Return a tree with other leaves."""
     kind = type(value)
     if kind in _MAPPINGS:
-        return _MAPPINGS[kind]([(key, _replaced(item, leaf)) for key, item in value.items()])
+        return _MAPPINGS[kind]([(key, mapped_tree(item, leaf)) for key, item in value.items()])
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](value, (_replaced(item, leaf) for item in value))
+        return _SEQUENCES[kind](value, (mapped_tree(item, leaf) for item in value))
     return leaf(value)
