@@ -56,6 +56,7 @@ UNITS = (
     Unit("sources", layer=3, reach=2),
     Unit("labels", layer=3, reach=2),
     Unit("renaming", layer=3, reach=2),
+    Unit("modelfiles", layer=3, reach=1),
     Unit("datafiles", layer=3, reach=2, peers=("sources", "blocks")),
     Unit("parts", layer=3, reach=2, peers=("datafiles",)),
     Unit("writer", layer=3, reach=2, peers=("sources", "labels", "blocks", "datafiles", "parts")),

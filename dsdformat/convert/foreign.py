@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from dsdformat.boxes import Box
+from dsdformat.convert.files import Bytes
 from dsdformat.convert.settling import Finding, Settled
 from dsdformat.errors import EntryNotFoundError, shorten
 from dsdformat.format.paths import emit_name
@@ -20,7 +21,18 @@ from dsdformat.format.values import encoded_key
 from dsdformat.reader import Checkpoint
 from dsdformat.sources import Reference, TensorSource
 
-__all__ = ["AnyTensor", "Foreign", "Kind", "mapped_tree", "rooted", "state_of", "walk_tree"]
+__all__ = [
+    "AnyTensor",
+    "Foreign",
+    "Kind",
+    "children",
+    "is_mapping",
+    "mapped_tree",
+    "rebuilt",
+    "rooted",
+    "state_of",
+    "walk_tree",
+]
 
 Path = tuple[Any, ...]
 _ROOT = "value"
@@ -76,6 +88,13 @@ class AnyTensor(Protocol):
     def identity(self) -> int:
         """What is equal for tied tensors, also if their hints differ."""
 
+    @property
+    def packed(self) -> bool:
+        """Whether each stored piece is row-major as it lies."""
+
+    def tiles(self) -> list[Box]:
+        """Return the boxes that are stored, each in one piece."""
+
     def read(self, box: Box | None = None, *, into: Any = None) -> memoryview:
         """Read one box as packed row-major little-endian bytes."""
 
@@ -111,6 +130,7 @@ class Foreign:
         verify: Callable[[], None] | None = None,
         close: Callable[[], None] | None = None,
         checkpoint: Checkpoint | None = None,
+        sides: Callable[[], dict[str, Bytes]] | None = None,
     ) -> None:
         self.kind = kind
         self.name = name
@@ -121,6 +141,7 @@ class Foreign:
         self.checkpoint = checkpoint
         self._verify = verify
         self._close = close
+        self._sides = sides
         self._paths: dict[int, list[Path]] = {}
         self._tensors: dict[str, AnyTensor] = {}
         for path, leaf in walk_tree(self.tree):
@@ -193,6 +214,14 @@ class Foreign:
         if self._verify is not None:
             self._verify()
 
+    def side_files(self) -> dict[str, Bytes]:
+        """Return the files that belong to a model beside its data, as `config.json`, by name.
+
+        Raises:
+            ConvertError: `foreign_path`: one of them is a link that leads elsewhere.
+        """
+        return {} if self._sides is None else self._sides()
+
     def close(self) -> None:
         """Close the files. Values stay valid; tensors cannot be read any more."""
         if self._close is not None:
@@ -201,17 +230,31 @@ class Foreign:
 
 def walk_tree(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the leaves of a tree with their paths; an empty container is a leaf."""
-    items: Any = ()
-    if type(tree) in _MAPPINGS:
-        items = tree.items()
-    elif type(tree) in _SEQUENCES:
-        items = enumerate(tree)
-    empty = True
-    for step, item in items:
-        empty = False
-        yield from walk_tree(item, (*path, step))
-    if empty:
+    items = children(tree)
+    if not items:
         yield path, tree
+        return
+    for step, item in items:
+        yield from walk_tree(item, (*path, step))
+
+
+def children(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the steps and items of a container; None for a leaf."""
+    if is_mapping(value):
+        return list(value.items())
+    return list(enumerate(value)) if type(value) in _SEQUENCES else None
+
+
+def is_mapping(value: Any) -> bool:
+    """Whether a container is one of dicts, and not of sequences."""
+    return type(value) in _MAPPINGS
+
+
+def rebuilt(value: Any, items: list[tuple[Any, Any]]) -> Any:
+    """Return a container like this one with other steps and items."""
+    if is_mapping(value):
+        return _MAPPINGS[type(value)](items)
+    return _SEQUENCES[type(value)](value, [item for _, item in items])
 
 
 def rooted(tree: Any) -> dict[str, Any]:
@@ -244,9 +287,7 @@ def state_of(
 
 def mapped_tree(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Return a tree with other leaves."""
-    kind = type(value)
-    if kind in _MAPPINGS:
-        return _MAPPINGS[kind]([(key, mapped_tree(item, leaf)) for key, item in value.items()])
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind](value, (mapped_tree(item, leaf) for item in value))
-    return leaf(value)
+    items = children(value)
+    if items is None:
+        return leaf(value)
+    return rebuilt(value, [(step, mapped_tree(item, leaf)) for step, item in items])

@@ -65,6 +65,15 @@ class StoredTensor:
         """What is equal for names of one tensor."""
         return id(self.entry)
 
+    @property
+    def packed(self) -> bool:
+        """Whether each chunk is row-major as it lies: always."""
+        return True
+
+    def tiles(self) -> list[Box]:
+        """Return the boxes of the chunks."""
+        return [chunk.box for chunk in self.entry.chunks]
+
     def read(self, box: Box | None = None, *, into: Any = None) -> memoryview:
         """Read one box as packed row-major little-endian bytes; see `Checkpoint.read`."""
         return self.entry.read(box, into=into)

@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -24,41 +24,109 @@ from dsdformat.limits import MANIFEST_LABEL
 from dsdformat.storage.base import Buffer
 from dsdformat.storage.local import replaced_path, storage_errors
 
-__all__ = ["JoinedTarget", "LocalTarget"]
+__all__ = ["FileTarget", "Guard", "JoinedTarget", "LocalTarget", "no_checkpoint"]
 
 PIECES_MAX = 1024  # IOV_MAX of Linux
 _EXCHANGE, _AT_FDCWD = 2, -100
 _STALE_SECONDS = 24 * 3600
 
 
-class LocalTarget:
-    """A folder that is made beside its final name."""
+# Says why what is at a path may not be replaced, or nothing if it may.
+Guard = Callable[[Path], str | None]
 
-    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Check the final name, clean up after writers that died, and begin.
 
-        Raises:
-            StorageError: `already_exists`, `not_replaceable` or `io_error`.
-        """
+class _Staged:
+    """Something that is made in a folder beside its final name, which this process has locked."""
+
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool, guard: Guard) -> None:
         if "\0" in os.fspath(path):
             raise ArgumentError("a path cannot hold a NUL", code="bad_argument")
         self._path = Path(os.path.realpath(path))
         self._overwrite = overwrite
+        self._guard = guard
         self._published = False
         with storage_errors(self._path):
             _make_folders(self._path.parent)
-            _clean(self._path)
+            _clean(self._path, guard)
             self._check_replaceable()
             self.staging, self._lock = _make_staging(self._path)
 
     @property
     def name(self) -> str:
-        """How messages call the final folder."""
+        """How messages call what is made."""
         return str(self._path)
 
     def create(self, label: str) -> FileSink:
         """Begin a new file in the folder."""
         return FileSink(self.staging / label)
+
+    def abort(self) -> None:
+        """Remove what was written; do nothing once it is visible."""
+        if not self._published:
+            shutil.rmtree(self.staging, ignore_errors=True)
+        self._unlock()
+
+    def _check_replaceable(self) -> None:
+        path = self._path
+        if not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir())):
+            return
+        fault = self._guard(path)
+        if fault is not None:
+            raise StorageError(
+                f"{path} exists and {fault}; it is never replaced",
+                code="not_replaceable",
+                hint="choose another path, or remove it first",
+            )
+        if not self._overwrite:
+            raise StorageError(
+                f"{path} exists",
+                code="already_exists",
+                hint="pass overwrite=True to replace it once the new one is complete",
+            )
+
+    def _publish(self, staged: Path) -> None:
+        """Give what was made its name, in one step."""
+        self._check_replaceable()
+        old = None
+        if staged.is_dir() and self._path.is_dir() and any(self._path.iterdir()):
+            old = _replace(self._path, staged)
+        elif staged.is_dir() or self._overwrite:
+            os.rename(staged, self._path)
+        else:
+            _rename_new(staged, self._path)
+        self._published = True
+        _sync_folder(self._path.parent)
+        self._unlock()
+        if old is not None:  # it goes only after the new name is on the disk
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+class LocalTarget(_Staged):
+    """A folder that is made beside its final name."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        guard: Guard | None = None,
+    ) -> None:
+        """Check the final name, clean up after writers that died, and begin.
+
+        Args:
+            path: The final name.
+            overwrite: Whether to replace what is there, once the new folder is complete.
+            guard: Says what may be replaced; checkpoints of ours if None.
+
+        Raises:
+            StorageError: `already_exists`, `not_replaceable` or `io_error`.
+        """
+        super().__init__(path, overwrite, guard or no_checkpoint)
 
     def commit(self) -> None:
         """Make the checkpoint exist under its name, in one step.
@@ -68,48 +136,35 @@ class LocalTarget:
         """
         with storage_errors(self._path):
             _sync_folder(self.staging)
-            self._check_replaceable()
-            old = None
-            if self._holds_checkpoint():
-                old = _replace(self._path, self.staging)
-            else:
-                os.rename(self.staging, self._path)
-            self._published = True
-            _sync_folder(self._path.parent)
-            self._unlock()
-            if old is not None:  # it goes only after the new name is on the disk
-                shutil.rmtree(old, ignore_errors=True)
+            self._publish(self.staging)
 
-    def abort(self) -> None:
-        """Remove what was written; do nothing once it is visible."""
-        if not self._published:
+
+class FileTarget(_Staged):
+    """One file that is made beside its final name."""
+
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """As `LocalTarget`; only a regular file is replaced."""
+        super().__init__(path, overwrite, _no_file)
+
+    def sink(self) -> FileSink:
+        """Begin the file."""
+        return self.create(self._path.name)
+
+    def commit(self) -> None:
+        """Make the file exist under its name, in one step; see `LocalTarget.commit`."""
+        with storage_errors(self._path):
+            self._publish(self.staging / self._path.name)
             shutil.rmtree(self.staging, ignore_errors=True)
-        self._unlock()
 
-    def _holds_checkpoint(self) -> bool:
-        return (self._path / MANIFEST_LABEL).exists()
 
-    def _check_replaceable(self) -> None:
-        path = self._path
-        if not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir())):
-            return
-        if not path.is_dir() or not self._holds_checkpoint():
-            raise StorageError(
-                f"{path} exists and is not a checkpoint; it is never replaced",
-                code="not_replaceable",
-                hint="save to another path, or remove it first",
-            )
-        if not self._overwrite:
-            raise StorageError(
-                f"{path} exists",
-                code="already_exists",
-                hint="pass overwrite=True to replace it once the new checkpoint is complete",
-            )
+def no_checkpoint(path: Path) -> str | None:
+    """Say that a path is no checkpoint of ours, if that is so."""
+    found = path.is_dir() and (path / MANIFEST_LABEL).exists()
+    return None if found else "is not a checkpoint"
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+
+def _no_file(path: Path) -> str | None:
+    return None if path.is_file() else "is not a file"
 
 
 class JoinedTarget:
@@ -210,11 +265,11 @@ def _make_staging(path: Path) -> tuple[Path, int | None]:
             continue  # another writer took it for a leftover, between mkdir and the lock
 
 
-def _clean(path: Path) -> None:
+def _clean(path: Path, guard: Guard) -> None:
     """Remove what writers to this path left that died, and undo half a replacement."""
     replaced = replaced_path(path)
     if replaced.is_dir():
-        if (path / MANIFEST_LABEL).exists():
+        if path.is_dir() and guard(path) is None:
             _sync_folder(path.parent)
             shutil.rmtree(replaced, ignore_errors=True)
         elif not os.path.lexists(path):
@@ -282,6 +337,16 @@ def _replace(path: Path, staging: Path) -> Path:
         os.rename(replaced, path)
         raise
     return replaced
+
+
+def _rename_new(staged: Path, path: Path) -> None:
+    """Give a file a name that nothing has; by a link, since a rename would replace a file."""
+    try:
+        os.link(staged, path)
+    except FileExistsError:
+        raise StorageError(f"{path} exists", code="already_exists") from None
+    except OSError:  # a file system without links
+        os.rename(staged, path)
 
 
 def _exchange(a: Path, b: Path) -> bool:
