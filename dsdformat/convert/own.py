@@ -11,6 +11,7 @@ from dsdformat import folders
 from dsdformat.boxes import Box, flat_boxes, whole
 from dsdformat.convert.foreign import Foreign, Kind
 from dsdformat.convert.settling import Settled
+from dsdformat.convert.sides import own_sides
 from dsdformat.entries import TensorEntry
 from dsdformat.folders import PathLike
 from dsdformat.format.decoding import Hooks
@@ -134,6 +135,7 @@ def open_own(path: PathLike, *, verify_data: bool = True, threads: int | None = 
             verify=lambda: folders.verify(path, threads=threads).raise_if_bad(),
             close=checkpoint.close,
             checkpoint=checkpoint,
+            sides=lambda: own_sides(checkpoint),
         )
     except BaseException:
         checkpoint.close()
