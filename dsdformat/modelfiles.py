@@ -31,6 +31,7 @@ __all__ = [
     "FileTensor",
     "ModelFile",
     "Ties",
+    "by_use",
     "check_tensors",
     "index_json",
     "parse_size",
@@ -98,13 +99,22 @@ class ModelFile:
     nbytes: int
 
 
+def by_use(names: Iterable[str]) -> list[str]:
+    """Order the names of a tied tensor: first the one that loaders look for.
+
+    They take the weight of an output layer from the embedding, which is there for sure, and many
+    skip the former's name. A checkpoint of ours does not know which of the two a model defines.
+    """
+    return sorted(names, key=_use)
+
+
 def check_tensors(tensors: Iterable[FileTensor]) -> None:
     """Check that a file can hold each of these as it is.
 
     Raises:
         UnsupportedValueError: `unsupported_dtype` or `unsupported_value`, with all names.
     """
-    lacking = [one for one in tensors if one.dtype in _LACKING]
+    lacking = [one for one in tensors if not _has_type(one)]
     if lacking:
         dtypes = listed(sorted({one.dtype for one in lacking}))
         names = listed([printable(one.name) for one in lacking])
@@ -229,6 +239,21 @@ def _split(tensors: Sequence[FileTensor], most: int) -> Iterator[list[FileTensor
         total += one.nbytes
     if group:
         yield group
+
+
+def _use(name: str) -> int:
+    parts = name.lower().split(".")
+    if "shared" in parts:
+        return 0
+    if any("embed" in part for part in parts):
+        return 1
+    return 3 if any("head" in part for part in parts) else 2
+
+
+def _has_type(one: FileTensor) -> bool:
+    """Whether a reader of the file alone gets this dtype and shape back."""
+    pairs = DTYPES[one.dtype].shape_rule == "s·2"
+    return one.dtype not in _LACKING and not (pairs and not one.shape)
 
 
 def _header_entry(one: FileTensor) -> HeaderEntry:

@@ -23,6 +23,7 @@ from dsdformat.modelfiles import (
     FileTensor,
     ModelFile,
     Ties,
+    by_use,
     index_json,
     parse_size,
     plan_file,
@@ -112,8 +113,11 @@ def _planned(tensors: Mapping[str, AnyTensor], ties: Ties) -> list[FileTensor]:
         names.setdefault(tensor.identity, []).append(name)
     if ties == "duplicate":
         return [FileTensor(name, one.dtype, one.shape) for name, one in tensors.items()]
-    firsts = ((tied, tensors[tied[0]]) for tied in names.values())
-    return [FileTensor(tied[0], one.dtype, one.shape, tuple(tied[1:])) for tied, one in firsts]
+    planned = []
+    for tied in map(by_use, names.values()):
+        one = tensors[tied[0]]
+        planned.append(FileTensor(tied[0], one.dtype, one.shape, tuple(tied[1:])))
+    return planned
 
 
 def _metadata(opened: Foreign) -> dict[str, str]:
