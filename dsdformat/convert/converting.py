@@ -17,6 +17,7 @@ from dsdformat.convert.outputs import Job, Meter, OutputKind, Progress
 from dsdformat.convert.settling import Finding, Policy
 from dsdformat.convert.write_dsd import write_dsd
 from dsdformat.convert.write_safetensors import write_huggingface, write_safetensors
+from dsdformat.convert.write_torch import write_torch
 from dsdformat.errors import ArgumentError, shorten
 
 __all__ = ["OUTPUTS", "Converted", "convert", "find_output"]
@@ -42,6 +43,14 @@ OUTPUTS: dict[str, OutputKind] = {
             "a Hugging Face folder of safetensors files",
             write_huggingface,
             options=("ties", "max_shard_bytes"),
+        ),
+        OutputKind(
+            "torch",
+            "a file of torch.save",
+            write_torch,
+            suffixes=(".pt", ".pth", ".bin", ".ckpt"),
+            options=("weights_only", "form"),
+            folder=False,
         ),
     )
 }
@@ -96,8 +105,8 @@ def convert(
     Args:
         src: A checkpoint of any kind that `open_any` opens; which one is seen from its content.
         dst: What to make; folders above it are made.
-        to: The kind to make: `dsd`, `safetensors`, `huggingface`, …, as `OUTPUTS` lists them. By
-            default what the ending of `dst` means, and else `dsd`.
+        to: The kind to make: `dsd`, `safetensors`, `huggingface`, `torch`, …, as `OUTPUTS` lists
+            them. By default what the ending of `dst` means, and else `dsd`.
         overwrite: Whether to replace what is at `dst`, once the new one is complete. A folder with
             files that are no checkpoint's is never replaced.
         select: What to convert: globs of names, as `dsdformat.torch.load` has them. The branch
@@ -111,7 +120,8 @@ def convert(
             checkpoints of ours are always compared with their digests.
         progress: Called with bytes done and bytes in all, from several threads.
         options: Of the kind: `codec` (dsd), `ties="drop"` or `"duplicate"` (safetensors,
-            huggingface), `max_shard_bytes` as a number or as `"5GB"` (huggingface).
+            huggingface), `max_shard_bytes` as a number or as `"5GB"` (huggingface);
+            `weights_only=False` and `form="stream"` (torch).
 
     Raises:
         ConvertError: the source is of no kind that is known, or is malformed.

@@ -16,7 +16,7 @@ from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
 from dsdformat.storage.base import Sink
 
-__all__ = ["Copy", "copy_tensors", "cut"]
+__all__ = ["PIECE_NBYTES", "Copy", "copy_tensors", "cut"]
 
 PIECE_NBYTES = 8 * MIB
 WIDE_NBYTES = 64 * MIB  # of a tensor that is not stored as ranges of rows: fewer, longer reads
