@@ -31,6 +31,8 @@ Kinds to write, for --to:
   dsd          a folder of ours; where DST does not say otherwise
   safetensors  one file of tensors; where DST ends in .safetensors
   huggingface  a folder of safetensors files, with an index if several
+  torch        a file of torch.save; where DST ends in .pt, .pth, .bin, .ckpt
+  npz          a file of numpy.savez; where DST ends in .npz
 
 \b
 Examples:
@@ -46,6 +48,7 @@ Examples:
   tensors, nbytes      how many, and the length of their data
   files                names of the files that were written
   left_out             values that --drop-values left out
+  lost_metadata        keys of free strings that the new kind has no room for
   findings             what --unknown dropped or recorded: path, name, reason
   root                 the root digest, of a folder of ours
   seconds              that it took
@@ -145,6 +148,7 @@ def _print(out: Output, dst: Path, result: Converted, seconds: float) -> None:
             ("files", _some(result.files)),
             ("root", result.root or ""),
             ("left out", _some(result.left_out)),
+            ("lost", _some([f"metadata {key}" for key in result.lost_metadata])),
         ]
     )
     if result.findings:
@@ -167,6 +171,7 @@ def _document(src: Path, dst: Path, result: Converted, seconds: float) -> dict[s
         "nbytes": result.nbytes,
         "files": list(result.files),
         "left_out": list(result.left_out),
+        "lost_metadata": list(result.lost_metadata),
         "findings": [
             {"path": render_path(one.path), "name": one.name, "reason": one.reason}
             for one in result.findings

@@ -16,9 +16,11 @@ from dsdformat.convert.kinds import open_any
 from dsdformat.convert.outputs import Job, Meter, OutputKind, Progress
 from dsdformat.convert.settling import Finding, Policy
 from dsdformat.convert.write_dsd import write_dsd
+from dsdformat.convert.write_npz import write_npz
 from dsdformat.convert.write_safetensors import write_huggingface, write_safetensors
 from dsdformat.convert.write_torch import write_torch
 from dsdformat.errors import ArgumentError, shorten
+from dsdformat.modelfiles import HF_METADATA
 
 __all__ = ["OUTPUTS", "Converted", "convert", "find_output"]
 
@@ -29,7 +31,7 @@ _THREADS_MAX = 4
 OUTPUTS: dict[str, OutputKind] = {
     kind.name: kind
     for kind in (
-        OutputKind("dsd", "a dsdformat checkpoint", write_dsd, options=("codec",)),
+        OutputKind("dsd", "a dsdformat checkpoint", write_dsd, options=("codec",), metadata=True),
         OutputKind(
             "safetensors",
             "a safetensors file",
@@ -37,12 +39,14 @@ OUTPUTS: dict[str, OutputKind] = {
             suffixes=(".safetensors",),
             options=("ties",),
             folder=False,
+            metadata=True,
         ),
         OutputKind(
             "huggingface",
             "a Hugging Face folder of safetensors files",
             write_huggingface,
             options=("ties", "max_shard_bytes"),
+            metadata=True,
         ),
         OutputKind(
             "torch",
@@ -50,6 +54,14 @@ OUTPUTS: dict[str, OutputKind] = {
             write_torch,
             suffixes=(".pt", ".pth", ".bin", ".ckpt"),
             options=("weights_only", "form"),
+            folder=False,
+        ),
+        OutputKind(
+            "npz",
+            "an .npz file of numpy",
+            write_npz,
+            suffixes=(".npz",),
+            options=("ties",),
             folder=False,
         ),
     )
@@ -67,6 +79,7 @@ class Converted:
         nbytes: Of their data.
         files: Names of the files that were written, below the folder if it is one.
         left_out: Display names of values that were left out, as `drop_values` asked.
+        lost_metadata: Keys of free strings for which the new kind has no room.
         findings: What is not in the result as it was in the source, as `unknown` asked.
         root: The root digest, of a checkpoint of ours.
     """
@@ -77,6 +90,7 @@ class Converted:
     nbytes: int
     files: tuple[str, ...]
     left_out: tuple[str, ...] = ()
+    lost_metadata: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     root: str | None = None
 
@@ -98,9 +112,9 @@ def convert(
 ) -> Converted:
     """Convert a checkpoint of any kind that is known into one of another kind.
 
-    Tensors go from file to file in pieces, bit for bit. What the new kind cannot hold is refused
-    before anything is written, with its place. The result appears in one step, when it is
-    complete and durable; where that fails, or is interrupted, everything is as it was.
+    Tensors go from file to file in pieces, bit for bit. What of the state the new kind cannot
+    hold is refused before anything is written, with its place. The result appears in one step,
+    when it is complete and durable; where that fails, or is interrupted, everything is as it was.
 
     Args:
         src: A checkpoint of any kind that `open_any` opens; which one is seen from its content.
@@ -168,6 +182,7 @@ def convert(
         nbytes=written.nbytes,
         files=written.files,
         left_out=left_out,
+        lost_metadata=() if kind.metadata else tuple(sorted(opened.metadata.keys() - HF_METADATA)),
         findings=opened.findings,
         root=written.root,
     )

@@ -99,6 +99,7 @@ class OutputKind:
         suffixes: Endings of paths that mean it.
         options: Names of the writer's options.
         folder: Whether it is a folder, and has room for other files.
+        metadata: Whether it has room for free strings.
     """
 
     name: str
@@ -107,6 +108,7 @@ class OutputKind:
     suffixes: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     folder: bool = True
+    metadata: bool = False
 
 
 def folder_guard(new: Iterable[str]) -> Callable[[Path], str | None]:

@@ -146,14 +146,19 @@ class FileTarget(_Staged):
         """As `LocalTarget`; only a regular file is replaced."""
         super().__init__(path, overwrite, _no_file)
 
+    @property
+    def label(self) -> str:
+        """Name of the file."""
+        return self._path.name
+
     def sink(self) -> FileSink:
         """Begin the file."""
-        return self.create(self._path.name)
+        return self.create(self.label)
 
     def commit(self) -> None:
         """Make the file exist under its name, in one step; see `LocalTarget.commit`."""
         with storage_errors(self._path):
-            self._publish(self.staging / self._path.name)
+            self._publish(self.staging / self.label)
             shutil.rmtree(self.staging, ignore_errors=True)
 
 
