@@ -15,6 +15,7 @@ from dsdformat.convert.foreign import Foreign, Kind
 from dsdformat.convert.kinds import open_any
 from dsdformat.convert.outputs import Job, Meter, OutputKind, Progress
 from dsdformat.convert.settling import Finding, Policy
+from dsdformat.convert.write_dcp import write_dcp
 from dsdformat.convert.write_dsd import write_dsd
 from dsdformat.convert.write_npz import write_npz
 from dsdformat.convert.write_safetensors import write_huggingface, write_safetensors
@@ -63,6 +64,12 @@ OUTPUTS: dict[str, OutputKind] = {
             suffixes=(".npz",),
             options=("ties",),
             folder=False,
+        ),
+        OutputKind(
+            "dcp",
+            "a folder of torch.distributed.checkpoint",
+            write_dcp,
+            options=("max_chunk_bytes", "max_file_bytes"),
         ),
     )
 }
@@ -119,8 +126,8 @@ def convert(
     Args:
         src: A checkpoint of any kind that `open_any` opens; which one is seen from its content.
         dst: What to make; folders above it are made.
-        to: The kind to make: `dsd`, `safetensors`, `huggingface`, `torch`, …, as `OUTPUTS` lists
-            them. By default what the ending of `dst` means, and else `dsd`.
+        to: The kind to make: `dsd`, `safetensors`, `huggingface`, `torch`, `dcp`, as `OUTPUTS`
+            lists them. By default what the ending of `dst` means, and else `dsd`.
         overwrite: Whether to replace what is at `dst`, once the new one is complete. A folder with
             files that are no checkpoint's is never replaced.
         select: What to convert: globs of names, as `dsdformat.torch.load` has them. The branch
