@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from dsdformat.convert.files import Bytes, read_exactly
 from dsdformat.convert.foreign import Foreign
@@ -19,9 +20,20 @@ from dsdformat.errors import listed, printable
 from dsdformat.limits import MIB
 from dsdformat.storage.target import LocalTarget
 
-__all__ = ["Job", "Meter", "OutputKind", "Progress", "Written", "folder_guard", "write_sides"]
+__all__ = [
+    "Job",
+    "Meter",
+    "OptimizerForm",
+    "OutputKind",
+    "Progress",
+    "Written",
+    "folder_guard",
+    "write_sides",
+]
 
 Progress = Callable[[int, int], None]
+# By FQN and in the order of ours, by FQN in lists, or by number; see `optimizer_forms`.
+OptimizerForm = Literal["named", "listed", "numbered"]
 
 _SLAB_NBYTES = 4 * MIB
 # Files of folders of checkpoints; others are a person's.
@@ -100,6 +112,7 @@ class OutputKind:
         options: Names of the writer's options.
         folder: Whether it is a folder, and has room for other files.
         metadata: Whether it has room for free strings.
+        optimizers: The form of optimizers' states in it; as they are if None.
     """
 
     name: str
@@ -109,6 +122,7 @@ class OutputKind:
     options: tuple[str, ...] = ()
     folder: bool = True
     metadata: bool = False
+    optimizers: OptimizerForm | None = None
 
 
 def folder_guard(new: Iterable[str]) -> Callable[[Path], str | None]:
