@@ -99,14 +99,14 @@ class _Naming:
         self.models = [*find_models(tree), *given.models]
 
     def run(self) -> Any:
-        numbered_ones = [one for one in self.found.values() if one.parameters]
-        if self.given.one is not None and len(numbered_ones) != 1:
+        places = {_display(one.path) for one in self.found.values() if one.parameters}
+        unknown = set(self.given.by_name) - places
+        if self.given.one is not None and len(places) != 1 and unknown == set(self.given.by_name):
             _bad(
-                f"names are given for one optimizer, and {len(numbered_ones)} have numbers",
+                f"names are given for one optimizer, and {len(places)} have numbers",
                 "give a dict of lists, by the names of the optimizers",
             )
-        unknown = set(self.given.by_name) - set(map(_display, self.found))
-        if unknown and not self.given.models:
+        if unknown and self.given.one is None and not self.given.models:
             _bad(f"no numbered optimizer is called {shorten(min(unknown))}")
         return mapped_optimizers(self.tree, self.changed)
 
@@ -215,7 +215,8 @@ def _of_checkpoint(other: Foreign) -> _Given:
             hint="give a checkpoint with a model's state dict, or a JSON list",
             where=other.name,
         )
-    return _Given(by_name=orders, models=models)
+    only = next(iter(orders.values())) if len(orders) == 1 else None
+    return _Given(only, orders, models)
 
 
 def _bad(message: str, hint: str | None = None) -> NoReturn:
