@@ -23,6 +23,8 @@ __all__ = ["FlatItem", "flat_items", "is_torch_tensor"]
 
 Path = tuple[Any, ...]
 
+_HINT = "if this is an optimizer, say which parameters its numbers are, with names="
+
 
 @dataclass(frozen=True, slots=True)
 class FlatItem:
@@ -78,7 +80,8 @@ def _walk(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
             yield from _walk(item, (*path, index))
     else:
         if is_mapping(value) and _holds_tensors(value):
-            refuse(path, f"a {type(value).__name__} of tensors by other keys than strings")
+            what = f"a {type(value).__name__} of tensors by other keys than strings"
+            refuse(path, what, _HINT if path[-1] == "state" else None)
         yield path, value
 
 
