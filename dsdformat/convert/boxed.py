@@ -53,10 +53,9 @@ class BoxTensor:
         """What is equal for tied tensors: a box is tied to nothing."""
         return id(self)
 
-    @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether each stored piece is row-major as it lies."""
-        return self.inside.packed
+        return self.inside.is_packed()
 
     def tiles(self) -> list[Box]:
         """Return what the box has of the boxes that are stored."""

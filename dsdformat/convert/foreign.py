@@ -88,8 +88,7 @@ class AnyTensor(Protocol):
     def identity(self) -> int:
         """What is equal for tied tensors, also if their hints differ."""
 
-    @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether each stored piece is row-major as it lies."""
 
     def tiles(self) -> list[Box]:

@@ -165,6 +165,7 @@ def test_a_general_checkpoint_is_loaded_by_templates_of_torch(tmp_path):
     optimizer = torch.optim.AdamW(
         [{"params": model[0].parameters()}, {"params": [*model[1:].parameters()]}], amsgrad=True
     )
+    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)  # which sets `initial_lr`
     names = [name for name, _ in model.named_parameters()]
     convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", names=names)
     parts = get_state_dict(model, optimizer)
