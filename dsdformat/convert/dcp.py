@@ -86,7 +86,11 @@ class DcpFolder:
 
     def _parts(self, entry: DcpEntry) -> list[Part]:
         """Return the chunks of a tensor: the same ones for names of the same items."""
-        key = repr((entry.dtype, entry.shape, entry.chunks))  # whose hash nobody can foresee
+        places = [
+            (one.box.offset, one.box.shape, one.info.path, one.info.byte_offset)
+            for one in entry.chunks
+        ]
+        key = repr((entry.dtype, entry.shape, places))  # whose hash nobody can foresee
         found = self._tied.get(key)
         if found is not None and all(map(self._is_archive, entry.chunks)):
             return found
