@@ -7,16 +7,14 @@ and renames. Whatever ends it, nothing half-made stays.
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from dsdformat.convert.files import Bytes, read_exactly
 from dsdformat.convert.foreign import Foreign
-from dsdformat.errors import listed, printable
 from dsdformat.limits import MIB
+from dsdformat.storage.guards import folder_guard
 from dsdformat.storage.target import LocalTarget
 
 __all__ = ["Job", "Meter", "OutputKind", "Progress", "Written", "folder_guard", "write_sides"]
@@ -24,9 +22,6 @@ __all__ = ["Job", "Meter", "OutputKind", "Progress", "Written", "folder_guard", 
 Progress = Callable[[int, int], None]
 
 _SLAB_NBYTES = 4 * MIB
-# Files of folders of checkpoints; others are a person's.
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".index.json")
-_NAMES = (".metadata", "manifest.dsd")
 
 
 class Meter:
@@ -109,28 +104,6 @@ class OutputKind:
     options: tuple[str, ...] = ()
     folder: bool = True
     metadata: bool = False
-
-
-def folder_guard(new: Iterable[str]) -> Callable[[Path], str | None]:
-    """Say which folders a new one may replace: those in which nothing would be lost.
-
-    Args:
-        new: Names of the files that are written.
-    """
-    names = {*new, *_NAMES}
-
-    def fault(path: Path) -> str | None:
-        if not path.is_dir():
-            return "is not a folder"
-        found = sorted(os.listdir(path))
-        kept = [
-            name
-            for name in found
-            if (path / name).is_dir() or (name not in names and not name.endswith(_SUFFIXES))
-        ]
-        return f"holds {listed(list(map(printable, kept)))}, which is not written" if kept else None
-
-    return fault
 
 
 def write_sides(target: LocalTarget, sides: Mapping[str, Bytes]) -> None:
