@@ -26,6 +26,7 @@ from dsdformat.format.payload import (
 
 __all__ = [
     "HF_METADATA",
+    "INDEX_LABEL",
     "MAX_SHARD_NBYTES",
     "TIES_KEY",
     "FileTensor",
@@ -45,6 +46,7 @@ Ties = Literal["drop", "duplicate"]
 
 TIES_KEY = "dsdformat.ties"
 HF_METADATA = {"format": "pt"}
+INDEX_LABEL = "model.safetensors.index.json"
 MAX_SHARD_NBYTES = 5 * 10**9  # as in huggingface_hub
 _METADATA_KEY = "__metadata__"
 _HEADER_NBYTES_MAX = 100_000_000  # what the safetensors library reads
@@ -77,9 +79,14 @@ class FileTensor:
     ties: tuple[str, ...] = ()
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
     def nbytes(self) -> int:
         """Length of its bytes."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)

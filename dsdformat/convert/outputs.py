@@ -7,17 +7,15 @@ and renames. Whatever ends it, nothing half-made stays.
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from dsdformat.convert.files import Bytes, read_exactly
 from dsdformat.convert.foreign import Foreign
-from dsdformat.errors import listed, printable
 from dsdformat.limits import MIB
+from dsdformat.storage.guards import folder_guard
 from dsdformat.storage.target import LocalTarget
 
 __all__ = [
@@ -36,9 +34,6 @@ Progress = Callable[[int, int], None]
 OptimizerForm = Literal["named", "listed", "numbered"]
 
 _SLAB_NBYTES = 4 * MIB
-# Files of folders of checkpoints; others are a person's.
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".index.json")
-_NAMES = (".metadata", "manifest.dsd")
 
 
 class Meter:
@@ -123,28 +118,6 @@ class OutputKind:
     folder: bool = True
     metadata: bool = False
     optimizers: OptimizerForm | None = None
-
-
-def folder_guard(new: Iterable[str]) -> Callable[[Path], str | None]:
-    """Say which folders a new one may replace: those in which nothing would be lost.
-
-    Args:
-        new: Names of the files that are written.
-    """
-    names = {*new, *_NAMES}
-
-    def fault(path: Path) -> str | None:
-        if not path.is_dir():
-            return "is not a folder"
-        found = sorted(os.listdir(path))
-        kept = [
-            name
-            for name in found
-            if (path / name).is_dir() or (name not in names and not name.endswith(_SUFFIXES))
-        ]
-        return f"holds {listed(list(map(printable, kept)))}, which is not written" if kept else None
-
-    return fault
 
 
 def write_sides(target: LocalTarget, sides: Mapping[str, Bytes]) -> None:

@@ -18,6 +18,7 @@ from dsdformat.convert.outputs import Job, Written, folder_guard, write_sides
 from dsdformat.errors import ArgumentError, shorten
 from dsdformat.modelfiles import (
     HF_METADATA,
+    INDEX_LABEL,
     MAX_SHARD_NBYTES,
     TIES_KEY,
     FileTensor,
@@ -33,8 +34,6 @@ from dsdformat.storage.base import Sink
 from dsdformat.storage.target import FileTarget, LocalTarget
 
 __all__ = ["write_huggingface", "write_safetensors"]
-
-_INDEX = "model.safetensors.index.json"
 
 
 def write_safetensors(job: Job, *, ties: Ties = "drop") -> Written:
@@ -79,7 +78,7 @@ def write_huggingface(
     tensors = flat_tensors(job.opened, "a folder of safetensors files")
     plans = plan_files(_planned(tensors, ties), _metadata(job.opened), most)
     index = index_json(plans)
-    names = [plan.label for plan in plans] + ([_INDEX] if index else [])
+    names = [plan.label for plan in plans] + ([INDEX_LABEL] if index else [])
     sides = {name: source for name, source in job.sides.items() if name not in names}
     guard = folder_guard([*names, *sides])
     target = LocalTarget(job.path, overwrite=job.overwrite, guard=guard)
@@ -87,7 +86,7 @@ def write_huggingface(
         sinks = [target.create(plan.label) for plan in plans]
         _write_files(job, plans, sinks, tensors)
         if index:
-            _write_whole(target.create(_INDEX), index)
+            _write_whole(target.create(INDEX_LABEL), index)
         write_sides(target, sides)
         target.commit()
     return _written(plans, (*names[len(plans) :], *sides))

@@ -15,24 +15,20 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from dsdformat.errors import ArgumentError, StorageError
-from dsdformat.limits import MANIFEST_LABEL
 from dsdformat.storage.base import Buffer
+from dsdformat.storage.guards import Guard, no_checkpoint
 from dsdformat.storage.local import replaced_path, storage_errors
 
-__all__ = ["FileTarget", "Guard", "JoinedTarget", "LocalTarget", "no_checkpoint"]
+__all__ = ["FileSink", "FileTarget", "JoinedTarget", "LocalTarget"]
 
 PIECES_MAX = 1024  # IOV_MAX of Linux
 _EXCHANGE, _AT_FDCWD = 2, -100
 _STALE_SECONDS = 24 * 3600
-
-
-# Says why what is at a path may not be replaced, or nothing if it may.
-Guard = Callable[[Path], str | None]
 
 
 class _Staged:
@@ -162,12 +158,6 @@ class FileTarget(_Staged):
             shutil.rmtree(self.staging, ignore_errors=True)
 
 
-def no_checkpoint(path: Path) -> str | None:
-    """Say that a path is no checkpoint of ours, if that is so."""
-    found = path.is_dir() and (path / MANIFEST_LABEL).exists()
-    return None if found else "is not a checkpoint"
-
-
 def _no_file(path: Path) -> str | None:
     return None if path.is_file() else "is not a file"
 
@@ -192,6 +182,10 @@ class JoinedTarget:
         """Begin a new file in the folder."""
         return FileSink(self._staging / label)
 
+    def join(self, label: str) -> FileSink:
+        """Write into a file that the coordinator has begun."""
+        return FileSink(self._staging / label, new=False)
+
     def commit(self) -> None:
         """Do nothing: the coordinator commits."""
 
@@ -200,12 +194,12 @@ class JoinedTarget:
 
 
 class FileSink:
-    """A new file on a file system."""
+    """A new file on a file system, or one that another process has begun."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, new: bool = True) -> None:
         self._path = path
         self._position = threading.Lock()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        flags = os.O_WRONLY | (os.O_CREAT | os.O_EXCL if new else 0)
         flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         with storage_errors(path):
             self._fd = os.open(path, flags, 0o666)
@@ -216,6 +210,11 @@ class FileSink:
         with storage_errors(self._path):
             for at in range(0, len(views), PIECES_MAX):
                 byte_offset = self._write(byte_offset, views[at : at + PIECES_MAX])
+
+    def resize(self, nbytes: int) -> None:
+        """Give the file a length; what was not written is zeros."""
+        with storage_errors(self._path):
+            os.ftruncate(self._fd, nbytes)
 
     def close(self) -> None:
         """Make the file durable and close it."""
