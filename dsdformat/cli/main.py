@@ -28,7 +28,7 @@ __all__ = ["main", "make_app"]
 FINE, BAD, USAGE, IO, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 70, 130
 PROBLEMS_SHOWN = 10
 
-HELP = """Look at checkpoints, and check them.
+HELP = """Look at checkpoints, check them, and convert them.
 
 \b
 Examples:
@@ -36,6 +36,7 @@ Examples:
   dsd ls step-1000 'model/layers.0.*'
   dsd show step-1000 'model/layers.0.weight[0:2,:4]'
   dsd verify step-1000
+  dsd convert step-1000 model --to huggingface --select model
 
 \b
 Exit codes:
@@ -82,7 +83,7 @@ def make_app() -> typer.Typer:
     """Return the command with its subcommands."""
     import typer
 
-    from dsdformat.cli import info, ls, options, show, verify
+    from dsdformat.cli import convert, info, ls, options, show, verify
 
     app = typer.Typer(
         name="dsd",
@@ -95,6 +96,7 @@ def make_app() -> typer.Typer:
     app.command("ls", help=ls.HELP)(ls.ls)
     app.command("show", help=show.HELP)(show.show)
     app.command("verify", help=verify.HELP)(verify.verify)
+    app.command("convert", help=convert.HELP)(convert.convert)
     return app
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,10 +12,8 @@ import dsdformat
 from dsdformat import Problem, Report
 from dsdformat.cli.escapes import fit
 from dsdformat.cli.options import Ckpt, Json
+from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import NAME_WIDTH, Output, format_count, format_size
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 __all__ = ["HELP", "verify"]
 
@@ -42,7 +40,6 @@ Example:
 
 PROBLEMS_SHOWN = 20
 UNLISTED_SHOWN = 5
-_REFRESH_SECONDS = 0.1
 
 
 def verify(
@@ -77,30 +74,8 @@ def verify(
 
 
 def _run(out: Output, ckpt: str, digest: str | None, threads: int | None) -> Report:
-    console = out.progress_console
-    if console is None:
-        return dsdformat.verify(ckpt, digest=digest, threads=threads)
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        bar = _Bar(progress)
-        return dsdformat.verify(ckpt, digest=digest, threads=threads, progress=bar)
-
-
-class _Bar:
-    """Shows how far a verification is; called from many threads, draws a few times a second."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=None)
-        self._next = 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + _REFRESH_SECONDS
-            self._progress.update(self._task, completed=done, total=total)
+    with progress_bar(out, "verifying") as progress:
+        return dsdformat.verify(ckpt, digest=digest, threads=threads, progress=progress)
 
 
 def _print_good(out: Output, ckpt: str, report: Report, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Read checkpoints of other formats. Nothing in them is executed or imported, and no torch needed.
+"""Read and write checkpoints of other formats. Nothing is executed or imported, no torch needed.
 
 `open_foreign` opens what `find_kind` recognizes, and gives a `Foreign`: a nested state of values
 with a `ForeignTensor` at each tensor, which reads any box of itself from where it lies. `open_any`
@@ -7,6 +7,7 @@ opens checkpoints of ours too, with the same face.
 
 from __future__ import annotations
 
+from dsdformat.convert.converting import OUTPUTS, Converted, convert
 from dsdformat.convert.foreign import AnyTensor, Foreign
 from dsdformat.convert.kinds import Kind, find_kind, open_any, open_foreign
 from dsdformat.convert.own import StoredTensor
@@ -14,13 +15,16 @@ from dsdformat.convert.settling import Finding, Policy
 from dsdformat.convert.tensor import ForeignTensor
 
 __all__ = [
+    "OUTPUTS",
     "AnyTensor",
+    "Converted",
     "Finding",
     "Foreign",
     "ForeignTensor",
     "Kind",
     "Policy",
     "StoredTensor",
+    "convert",
     "find_kind",
     "open_any",
     "open_foreign",

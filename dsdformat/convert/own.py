@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dsdformat import folders
 from dsdformat.boxes import Box, flat_boxes, whole
 from dsdformat.convert.foreign import Foreign, Kind
 from dsdformat.convert.settling import Settled
+from dsdformat.convert.sides import own_sides
 from dsdformat.entries import TensorEntry
 from dsdformat.folders import PathLike
 from dsdformat.format.decoding import Hooks
@@ -62,7 +64,15 @@ class StoredTensor:
     @property
     def identity(self) -> int:
         """What is equal for names of one tensor."""
-        return self.entry.index
+        return id(self.entry)
+
+    def is_packed(self) -> bool:
+        """Whether each chunk is row-major as it lies: always."""
+        return True
+
+    def tiles(self) -> list[Box]:
+        """Return the boxes of the chunks."""
+        return [chunk.box for chunk in self.entry.chunks]
 
     def read(self, box: Box | None = None, *, into: Any = None) -> memoryview:
         """Read one box as packed row-major little-endian bytes; see `Checkpoint.read`."""
@@ -70,21 +80,32 @@ class StoredTensor:
 
     def source(self) -> TensorSource:
         """Return what a `Writer` stores of it: one chunk, whatever ranks have written."""
-        data: Data = self._blocks if self.nbytes else b""
+        data: Data = partial(self._blocks, whole(self.shape)) if self.nbytes else b""
         return TensorSource.of(self.dtype, self.shape, data)
+
+    def as_stored(self) -> TensorSource:
+        """Return a source with the chunks and the codec that the tensor has; no placements."""
+        if not self.nbytes:
+            return TensorSource.of(self.dtype, self.shape, b"")
+        chunks = self.entry.chunks
+        data: list[tuple[Box, Data]] = [
+            (chunk.box, partial(self._blocks, chunk.box)) for chunk in chunks
+        ]
+        return TensorSource(self.dtype, self.shape, data, codec=chunks[0].codec)
 
     def reference(self, source: TensorSource) -> Reference:
         """Return a reference to a source of it, with the hints."""
         return Reference(source, dict(self.attributes))
 
-    def _blocks(self) -> Iterator[memoryview]:
-        step, count = max(1, _SLAB_NBYTES // self.itemsize), whole(self.shape).numel
+    def _blocks(self, box: Box) -> Iterator[memoryview]:
+        step, count = max(1, _SLAB_NBYTES // self.itemsize), box.numel
         buffer = memoryview(bytearray(min(step, count) * self.itemsize))
         for start in range(0, count, step):
             at = 0
-            for piece in flat_boxes(self.shape, start, min(start + step, count)):
+            for piece in flat_boxes(box.shape, start, min(start + step, count)):
                 end = at + piece.numel * self.itemsize
-                self.entry.read(piece, into=buffer[at:end])
+                place = tuple(a + b for a, b in zip(piece.offset, box.offset, strict=True))
+                self.entry.read(Box(place, piece.shape), into=buffer[at:end])
                 at = end
             yield buffer[:at]
 
@@ -112,6 +133,8 @@ def open_own(path: PathLike, *, verify_data: bool = True, threads: int | None = 
             metadata=dict(checkpoint.user),
             verify=lambda: folders.verify(path, threads=threads).raise_if_bad(),
             close=checkpoint.close,
+            checkpoint=checkpoint,
+            sides=lambda: own_sides(checkpoint),
         )
     except BaseException:
         checkpoint.close()
@@ -119,7 +142,10 @@ def open_own(path: PathLike, *, verify_data: bool = True, threads: int | None = 
 
 
 def _tree_of(checkpoint: Checkpoint) -> Any:
+    entries: dict[int, TensorEntry] = {}
+
     def tensor(ref: TensorRef) -> StoredTensor:
-        return StoredTensor(TensorEntry(checkpoint.table, ref.index), dict(ref.attributes))
+        entry = entries.setdefault(ref.index, TensorEntry(checkpoint.table, ref.index))
+        return StoredTensor(entry, dict(ref.attributes))
 
     return checkpoint.tree(replace(Hooks(), tensor=tensor))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dsdformat.torch.broadcast import broadcast
 from dsdformat.torch.distribute import distribute
+from dsdformat.torch.export import export_safetensors
 from dsdformat.torch.flatten import FlattenParams, consolidate
 from dsdformat.torch.gather import gather
 from dsdformat.torch.load import load, load_model
@@ -33,6 +34,7 @@ __all__ = [
     "broadcast",
     "consolidate",
     "distribute",
+    "export_safetensors",
     "gather",
     "load",
     "load_model",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsdformat.reader import Checkpoint
+from dsdformat.renaming import Moved
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.fsdp1 import reshard
 from dsdformat.torch.fsdp2 import reshard_fsdp2, shown_as_shards
@@ -23,7 +24,6 @@ from dsdformat.torch.report import Loaded
 from dsdformat.torch.sources import numpy_side
 from dsdformat.torch.stored import (
     ABSENT,
-    Moved,
     Path,
     Stored,
     as_array,
