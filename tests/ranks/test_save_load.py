@@ -82,18 +82,22 @@ def saved(launcher, tmp_path_factory) -> dict[str, Path]:
     """A checkpoint of each layout."""
     from tests.ranks.launching import Call, Launch
 
-    folder = tmp_path_factory.mktemp("saved")
+    folder, made = tmp_path_factory.mktemp("saved"), {}
     for layout in SOURCES:
         call = Call(__name__, "save_layout", (layout, str(folder / layout)))
         launch = Launch((call,), world_of(layout), tmp_path_factory.mktemp("launch"))
         (outcome,) = launcher.run(launch)
         assert outcome.failure is None, f"{layout}: {outcome.failure}"
-        assert len(set(outcome.values)) == 1  # the root digest, on all ranks
-    return {layout: folder / layout for layout in SOURCES}
+        if outcome.skipped is None:  # as for the oldest torch
+            assert len(set(outcome.values)) == 1  # the root digest, on all ranks
+            made[layout] = folder / layout
+    return made
 
 
 @pytest.mark.parametrize("layout", SOURCES)
 def test_what_ranks_write_is_an_ordinary_checkpoint(saved, layout):
+    if layout not in saved:
+        pytest.skip("this torch cannot make such a model")
     path = saved[layout]
     assert dsdformat.verify(path).ok
     state = dsd.load(path)
