@@ -93,10 +93,9 @@ class CastTensor:
         """What is equal for tied tensors: that of the base, as one base is cast one way."""
         return self.base.identity
 
-    @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether each stored piece of the base is row-major as it lies."""
-        return self.base.packed
+        return self.base.is_packed()
 
     def tiles(self) -> list[Box]:
         """Return the boxes that are stored of the base, each in one piece."""
