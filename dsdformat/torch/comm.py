@@ -287,20 +287,24 @@ class _Some(Comm):
         parts = torch.split(buffer, list(sent))
         received = [self._buffer(size) for size in sizes]
         received[self.rank] = parts[self.rank]
+        self._trade(parts, received)
+        return received
+
+    def _trade(self, parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Send each other rank its part; fill what is received of them."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         steps = [
             distributed.P2POp(distributed.irecv, received[rank], self.ranks[rank])
             for rank in others
-            if sizes[rank]
+            if received[rank].numel()
         ]
         steps += [
             distributed.P2POp(distributed.isend, parts[rank], self.ranks[rank])
             for rank in others
-            if sent[rank]
+            if parts[rank].numel()
         ]
         for work in distributed.batch_isend_irecv(steps) if steps else ():
             work.wait()
-        return received
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Pass on along a binomial tree, as log2 of the group's size steps."""
@@ -317,10 +321,8 @@ class _Some(Comm):
         return self.ranks[(place + source) % self.world_size]
 
     def _all_gather(self, parts: list[torch.Tensor], part: torch.Tensor) -> None:
-        count = self.world_size
-        received = self.exchange(part.repeat(count), [part.numel()] * count, [part.numel()] * count)
-        for buffer, one in zip(parts, received, strict=True):
-            buffer.copy_(one)
+        parts[self.rank].copy_(part)
+        self._trade([part] * self.world_size, parts)
 
 
 def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:

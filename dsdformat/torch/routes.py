@@ -20,7 +20,7 @@ from dsdformat.plan.sharding import Held, Sharding, on_each
 from dsdformat.torch.buffers import copy_elements, row_boxes
 from dsdformat.torch.sharding import held_view
 
-__all__ = ["BUCKET_NBYTES", "Form", "Piece", "Round", "Routes", "Spread"]
+__all__ = ["BUCKET_NBYTES", "Form", "Given", "Piece", "Round", "Routes", "Spread"]
 
 BUCKET_NBYTES = 256 << 20
 _ALIGN = 16
@@ -213,6 +213,26 @@ class Routes:
             left_out = once and not sharding.is_first(position)
             self._held[key] = [] if left_out else sharding.held(position)
         return self._held[key]
+
+
+class Given(Routes):
+    """The ways of parts of some tensors, given by list, to all ranks of a group."""
+
+    def __init__(
+        self, forms: Mapping[str, Form], lists: Sequence[Sequence[tuple[str, Held]]]
+    ) -> None:
+        """Begin.
+
+        Args:
+            forms: As in `Routes`.
+            lists: For each rank, which boxes of which tensors it gives, and where it has them.
+        """
+        super().__init__(forms, {}, None)
+        self.world_size = len(lists)
+        self._lists = lists
+
+    def _given(self, rank: int) -> Iterator[tuple[str, Held]]:
+        yield from self._lists[rank]
 
 
 @functools.lru_cache(maxsize=64)
