@@ -154,7 +154,7 @@ def load(  # noqa: PLR0913
 
     Ranks: collective over the group with a state; local without one, and if `alone`.
     Memory: new tensors, and one block per thread; 32 MiB more where tensors of the state are not
-    contiguous, not on the CPU or of another dtype; up to two buckets of 32 MiB to share reads.
+    contiguous, not on the CPU or of another dtype; up to 64 MiB to share reads.
     """
     options = LoadOptions.of(strict, device, dtype, rename, select, mmap, types)
     opened = functools.partial(folders.open, path, verify=verify, digest=digest, threads=threads)

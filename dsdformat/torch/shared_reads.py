@@ -26,7 +26,7 @@ from dsdformat.torch.routes import Given
 
 __all__ = ["fill_together"]
 
-BUCKET_NBYTES = 32 * MIB
+BUCKET_NBYTES = 16 * MIB  # gloo copies what it is given: three to four of them are there at once
 
 
 @dataclass
@@ -63,7 +63,7 @@ def fill_together(
         DistributedError: `rank_failed`, on every rank, before anything is passed on.
 
     Ranks: collective over the group.
-    Memory: as `fill`; then a bucket of 32 MiB, and the part of it that this rank gives.
+    Memory: as `fill`; then up to four buckets of 16 MiB.
     """
     if comm.world_size == 1 or not share_reads:
         with comm.together("load"):
