@@ -68,8 +68,6 @@ def share(
 ) -> None:
     """Copy all of the tensors into whole tensors of all ranks; see `exchange`.
 
-    What a rank gives stays as it is there if `into` is `shards`.
-
     Ranks: collective over the group.
     Memory: two buckets.
     """
@@ -78,5 +76,4 @@ def share(
         own = torch.empty(sizes[comm.rank], dtype=torch.uint8, device=comm.device)
         routes.pack(parts[comm.rank], None, shards, own)
         for rank, buffer in comm.share(own, sizes):
-            if rank != comm.rank or into is not shards:
-                routes.unpack(parts[rank], None, buffer, into)
+            routes.unpack(parts[rank], None, buffer, into)

@@ -11,16 +11,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from dsdformat.boxes import Box
 from dsdformat.plan.sharding import Held, Sharding, on_each
-from dsdformat.torch.buffers import copy_elements, row_boxes
+from dsdformat.torch.buffers import copy_elements, row_boxes, typed
 from dsdformat.torch.sharding import held_view
 
-__all__ = ["BUCKET_NBYTES", "Form", "Given", "Piece", "Round", "Routes", "Spread"]
+__all__ = ["BUCKET_NBYTES", "Form", "Piece", "Round", "Routes", "Spread"]
 
 BUCKET_NBYTES = 256 << 20
 _ALIGN = 16
@@ -181,7 +180,7 @@ class Routes:
             dtype = self.forms[piece.name][1]
             for box, held in self._wanted(piece, target):
                 nbytes = box.numel * dtype.itemsize
-                view = _typed(buffer[at : at + nbytes], dtype).view(box.shape)
+                view = typed(buffer[at : at + nbytes], dtype).view(box.shape)
                 yield view, box, piece, held
                 at += _aligned(nbytes)
 
@@ -215,39 +214,10 @@ class Routes:
         return self._held[key]
 
 
-class Given(Routes):
-    """The ways of parts of some tensors, given by list, to all ranks of a group."""
-
-    def __init__(
-        self, forms: Mapping[str, Form], lists: Sequence[Sequence[tuple[str, Held]]]
-    ) -> None:
-        """Begin.
-
-        Args:
-            forms: As in `Routes`.
-            lists: For each rank, which boxes of which tensors it gives, and where it has them.
-        """
-        super().__init__(forms, {}, None)
-        self.world_size = len(lists)
-        self._lists = lists
-
-    def _given(self, rank: int) -> Iterator[tuple[str, Held]]:
-        yield from self._lists[rank]
-
-
 @functools.lru_cache(maxsize=64)
 def _positions(held: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[int | None, ...]:
     at = {rank: position for position, rank in enumerate(held)}
     return tuple(at.get(rank) for rank in ranks)
-
-
-def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    typed: Any = torch.empty(0, dtype=dtype, device=raw.device)
-    count = raw.numel() // dtype.itemsize
-    result: torch.Tensor = typed.set_(
-        raw.untyped_storage(), raw.storage_offset() // dtype.itemsize, (count,), (1,)
-    )
-    return result
 
 
 def _moved(box: Box, offset: Sequence[int]) -> Box:

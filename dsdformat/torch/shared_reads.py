@@ -1,7 +1,7 @@
 """Read what ranks want: what several want is read once, verified there, and passed on.
 
 Ranks find out which boxes others want too, plan by themselves who reads what of those, read, and
-give each other the rest in buckets. What a rank alone wants, it reads and nobody hears of.
+give each other the rest in messages. What a rank alone wants, it reads and nobody hears of.
 """
 
 from __future__ import annotations
@@ -9,24 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from dsdformat.boxes import Box
 from dsdformat.format.digests import digest
-from dsdformat.limits import MIB
 from dsdformat.plan.read_shares import cut_reads, piece_nbytes, share_out
-from dsdformat.plan.sharding import Held
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.alike import KEY_NBYTES, find_alike
 from dsdformat.torch.buffers import box_view
 from dsdformat.torch.comm import Comm, group_order
-from dsdformat.torch.exchange import share
 from dsdformat.torch.moves import Move, copy_twins, distinct, fill, mark_changed, read
-from dsdformat.torch.routes import Given
+from dsdformat.torch.pass_on import Part, pass_on
 
 __all__ = ["fill_together"]
-
-BUCKET_NBYTES = 16 * MIB  # gloo copies what it is given: three to four of them are there at once
 
 
 @dataclass
@@ -36,12 +29,12 @@ class _Shared:
     Attributes:
         ranks: Of the group, ascending; this one among them.
         moves: Of this rank, in an order that is the same on all of them.
-        given: For each rank, which boxes of which moves it reads and passes on.
+        given: For each rank, which boxes of which destinations it reads and passes on.
     """
 
     ranks: tuple[int, ...]
     moves: list[Move] = field(default_factory=list)
-    given: list[list[tuple[str, Held]]] = field(default_factory=list)
+    given: list[list[Part]] = field(default_factory=list)
 
 
 def fill_together(
@@ -63,7 +56,7 @@ def fill_together(
         DistributedError: `rank_failed`, on every rank, before anything is passed on.
 
     Ranks: collective over the group.
-    Memory: as `fill`; then up to four buckets of 16 MiB.
+    Memory: as `fill`; then as `pass_on`.
     """
     if comm.world_size == 1 or not share_reads:
         with comm.together("load"):
@@ -85,7 +78,10 @@ def fill_together(
             own += _plan(comm, checkpoint, one)
         read(checkpoint, own)
     for one in shared:
-        _pass_on(comm, one)
+        group = comm
+        if len(one.ranks) < comm.world_size:
+            group = Comm.of_ranks(comm.ranks[rank] for rank in one.ranks)
+        pass_on(group, [move.into.detach() for move in one.moves], one.given)
     copy_twins(moves, first)
     mark_changed(moves)
 
@@ -132,7 +128,7 @@ def _plan(comm: Comm, checkpoint: Checkpoint, shared: _Shared) -> Iterator[Move]
         move = shared.moves[number]
         for box in part.boxes:
             at = _relative(box, move.place)
-            shared.given[reader].append((str(number), Held(at, at)))
+            shared.given[reader].append(Part(number, at))
             if ranks[reader] == comm.rank:
                 yield Move(move.index, move.stored, box_view(move.into, at), box)
 
@@ -140,18 +136,3 @@ def _plan(comm: Comm, checkpoint: Checkpoint, shared: _Shared) -> Iterator[Move]
 def _relative(box: Box, around: Box) -> Box:
     """Return where a box lies in another one."""
     return Box(tuple(a - b for a, b in zip(box.offset, around.offset, strict=True)), box.shape)
-
-
-def _pass_on(comm: Comm, shared: _Shared) -> None:
-    """Give all of these ranks what each has read.
-
-    Ranks: collective over them.
-    """
-    group = comm
-    if len(shared.ranks) < comm.world_size:
-        group = Comm.of_ranks(comm.ranks[rank] for rank in shared.ranks)
-    into: dict[str, torch.Tensor] = {
-        str(number): move.into.detach() for number, move in enumerate(shared.moves)
-    }
-    forms = {name: (tuple(one.shape), one.dtype) for name, one in into.items()}
-    share(group, Given(forms, shared.given), into, into, BUCKET_NBYTES)

@@ -107,7 +107,7 @@ def load_and_die(path: str, phase: str, dead: int) -> str:
     started = time.monotonic()
     deadly = {
         "reading": lambda: mock.patch.object(LocalStorage, "read_into", _dying_at_data),
-        "passing-on": lambda: mock.patch("dsdformat.torch.shared_reads.share", die),
+        "passing-on": lambda: mock.patch("dsdformat.torch.shared_reads.pass_on", die),
     }
     with deadly[phase]() if is_dead and phase in deadly else mock.MagicMock():
         try:

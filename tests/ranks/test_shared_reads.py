@@ -287,21 +287,26 @@ def test_who_has_what_is_found_in_bounded_messages():
 
 
 @pytest.mark.ranks(3)
-def test_large_tensors_are_passed_on_in_buckets():
-    path = shared("buckets")
-    state = {"w": torch.arange(40_000.0).view(400, 100), "n": torch.ones(3)}
+@pytest.mark.parametrize("alone", [100, 10_000], ids=["alone", "together"])
+def test_tensors_are_passed_on_in_bounded_messages(alone):
+    path = shared(f"messages{alone}")
+    state = {f"w{n}": torch.arange(n, 500.0 + n).view(50, 10).contiguous() for n in range(9)}
+    state["large"] = torch.arange(30_000.0).view(300, 100)
     dsd.save(path, state)
-    mine = {"w": torch.zeros(400, 100), "n": torch.zeros(3)}
+    mine = {name: torch.zeros_like(one) for name, one in state.items()}
+    mine["w1"] = torch.zeros(10, 50).t()  # not in one piece
     sent: list[int] = []
 
-    def note(name: str, args: Any) -> None:
-        sent.append((args[1] if name == "all_gather" else args[0]).nbytes)
+    def note(_: str, args: Any) -> None:
+        sent.append(args[0].nbytes)
 
     with (
-        watched(note, ("all_gather", "broadcast")),
-        mock.patch("dsdformat.torch.shared_reads.BUCKET_NBYTES", 3000),
+        watched(note, ("broadcast",)),
+        mock.patch("dsdformat.torch.pass_on.MESSAGE_NBYTES", 4000),
+        mock.patch("dsdformat.torch.pass_on._ALONE_NBYTES", alone),
     ):
         dsd.load(path, mine)
-    assert_same(mine, state)
-    assert max(sent) <= 3000
-    assert len(sent) > 40
+    assert_same({name: one.contiguous() for name, one in mine.items()}, state)
+    assert max(sent) <= 4000
+    assert sum(sent) >= 9 * 2000 + 120_000
+    assert len(everywhere(sent)) == 3
