@@ -172,8 +172,9 @@ def load(  # noqa: PLR0913
         with comm.together("load"):
             template = as_mapping(state)
             tree, moved = renamed(read_tree(checkpoint), options.renames)
-            tree, template = chosen(tree, template, comm.rank)
+            tree, template, fresh = chosen(tree, template, comm.rank)
             loading = Loading(checkpoint, tree, template, options, moved)
+            loading.plan.report.fresh += fresh
             loading.check()
         loading.prepare()
         return loading.run(comm, share_reads=share_reads)

@@ -23,6 +23,7 @@ from dsdformat.torch.shared_reads import fill_together
 from dsdformat.torch.sources import numpy_side
 from dsdformat.torch.stored import (
     ABSENT,
+    Live,
     Moved,
     Path,
     Stored,
@@ -56,13 +57,6 @@ _ORDER = (
     (Kind.OPTIMIZER, Kind.OPTIMIZERS),
     (Kind.STATEFUL,),
 )
-
-
-@dataclass
-class Live:
-    """A leaf of the state, in a sequence of which something is returned."""
-
-    value: Any
 
 
 def _with_live(value: Any) -> Any:

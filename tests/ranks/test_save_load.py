@@ -106,7 +106,7 @@ def test_what_ranks_write_is_an_ordinary_checkpoint(saved, layout):
 
 def load_all(target: str, paths: dict[str, str]) -> list[str]:
     """Load the checkpoints of all layouts into one; name those that come out wrong."""
-    wrong = []
+    wrong, rank = [], distributed.get_rank()
     model_state, optimizer_state = wanted()
     for source, path in paths.items():
         state = state_of(target)
@@ -115,8 +115,10 @@ def load_all(target: str, paths: dict[str, str]) -> list[str]:
         try:
             assert_same(found[0], model_state)
             assert_same(found[1]["state"], optimizer_state["state"])
-            mine = distributed.get_rank() % world_of(source)
-            assert_same(rest["own"], {"number": mine, "stream": torch.full((3,), mine)})
+            mine: Any = {"number": rank, "stream": torch.full((3,), rank)}
+            is_fresh = rank >= world_of(source)
+            assert_same(rest["own"], None if is_fresh else mine)
+            assert rest.report.fresh == (["own"] if is_fresh else [])
             assert rest["step"] == 12
         except AssertionError as error:
             wrong.append(f"{source}: {error}")
@@ -268,6 +270,37 @@ def test_models_on_meta_get_their_shards(ranks, tmp_path, layout):
     path = str(tmp_path / "ck")
     ranks(2)(train_and_save, "ddp", path)
     ranks(world_of(layout))(load_on_meta, path, layout)
+
+
+# Random states
+
+
+def save_streams(path: str) -> list[float]:
+    """Draw as many numbers as no other rank does, save, and say which ones come next."""
+    torch.manual_seed(100 + distributed.get_rank())
+    torch.rand(1 + distributed.get_rank())
+    dsd.save(path, {"rng": dsd.PerRank(dsd.rng_state())})
+    return torch.rand(5).tolist()
+
+
+def resume_streams(path: str) -> tuple[list[float], list[float], list[str]]:
+    """Say which numbers come after loading, which would come without, and what is reported."""
+    torch.manual_seed(7000 + distributed.get_rank())
+    state = dsd.rng_state()
+    fresh = torch.rand(5).tolist()
+    rest = dsd.load(path, {"rng": dsd.PerRank(None)})
+    dsd.set_rng_state(rest["rng"] or state)
+    return torch.rand(5).tolist(), fresh, rest.report.fresh
+
+
+def test_each_rank_goes_on_with_its_own_stream_and_new_ranks_with_theirs(ranks, tmp_path):
+    path = str(tmp_path / "streams")
+    wanted = ranks(3)(save_streams, path)
+    assert len(set(map(tuple, wanted))) == 3
+    for world_size in (2, 4):
+        for rank, (found, fresh, reported) in enumerate(ranks(world_size)(resume_streams, path)):
+            assert found == (wanted[rank] if rank < 3 else fresh)
+            assert reported == ([] if rank < 3 else ["rng"])
 
 
 # What is told to all
