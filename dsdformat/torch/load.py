@@ -75,6 +75,7 @@ def load(
     threads: int | None = ...,
     group: Any = ...,
     alone: bool = ...,
+    share_reads: bool = ...,
 ) -> Loaded: ...
 
 
@@ -95,6 +96,7 @@ def load(  # noqa: PLR0913
     threads: int | None = None,
     group: Any = None,
     alone: bool = False,
+    share_reads: bool = True,
 ) -> dict[str, Any]:
     """Load a checkpoint into modules, optimizers and tensors, or as a plain nested state.
 
@@ -129,6 +131,9 @@ def load(  # noqa: PLR0913
         threads: How many threads read; up to 8 if None.
         group: The process group of the ranks that load together; the default one if None.
         alone: Whether this rank loads by itself, as others do not make this call.
+        share_reads: Whether ranks that want the same boxes, as replicas do, read each of them
+            once: one rank reads and verifies it, and passes it on. It is one that has written it,
+            where as many ranks read as have written. False for each to read by itself.
 
     Names are display names, as `dsd ls` prints them: `model/layers.0.weight`. In a glob, `*` also
     matches `/`, and the name of a branch means all that is below it.
@@ -144,10 +149,12 @@ def load(  # noqa: PLR0913
         FormatError: the checkpoint is damaged; see `dsdformat.open`. After `checksum_mismatch`,
             tensors of the state may hold part of what was read.
         DistributedError: `rank_failed`, on every rank, with the cause of each rank that failed.
+        RankDisagreementError: `ranks_disagree`: ranks load different checkpoints, or disagree
+            about `share_reads`.
 
     Ranks: collective over the group with a state; local without one, and if `alone`.
     Memory: new tensors, and one block per thread; 32 MiB more where tensors of the state are not
-    contiguous, not on the CPU or of another dtype.
+    contiguous, not on the CPU or of another dtype; up to 64 MiB to share reads.
     """
     options = LoadOptions.of(strict, device, dtype, rename, select, mmap, types)
     opened = functools.partial(folders.open, path, verify=verify, digest=digest, threads=threads)
@@ -159,15 +166,18 @@ def load(  # noqa: PLR0913
     comm = Comm.alone() if alone else Comm(group)
     with contextlib.ExitStack() as stack:
         with comm.together("load"):
-            template = as_mapping(state)
             checkpoint = stack.enter_context(opened())
+        shared = [f"root {checkpoint.root}", f"share_reads={share_reads}"]
+        comm.check_agreement(shared, "what is loaded")
+        with comm.together("load"):
+            template = as_mapping(state)
             tree, moved = renamed(read_tree(checkpoint), options.renames)
-            tree, template = chosen(tree, template, comm.rank)
+            tree, template, fresh = chosen(tree, template, comm.rank)
             loading = Loading(checkpoint, tree, template, options, moved)
+            loading.plan.report.fresh += fresh
             loading.check()
         loading.prepare()
-        with comm.together("load"):
-            return loading.run()
+        return loading.run(comm, share_reads=share_reads)
 
 
 def load_model(
@@ -228,7 +238,7 @@ def load_model(
             assert module is not None
             loading = compared(module)
         loading.check()
-        loading.run()
+        loading.run(Comm.alone(), share_reads=False)
         assert module is not None
         return module
 

@@ -10,20 +10,22 @@ from typing import Any
 from dsdformat.reader import Checkpoint
 from dsdformat.renaming import Moved
 from dsdformat.torch.builder import Builder, Form
+from dsdformat.torch.comm import Comm
 from dsdformat.torch.fsdp1 import reshard
 from dsdformat.torch.fsdp2 import reshard_fsdp2, shown_as_shards
 from dsdformat.torch.introspect import Kind, holds_leaves, kind_of
 from dsdformat.torch.memory import Memory
-from dsdformat.torch.moves import fill
 from dsdformat.torch.names import Namer, modules_in
 from dsdformat.torch.options import LoadOptions
 from dsdformat.torch.place_modules import place_modules
 from dsdformat.torch.place_optim import place_optimizers
 from dsdformat.torch.placing import Plan
 from dsdformat.torch.report import Loaded
+from dsdformat.torch.shared_reads import fill_together
 from dsdformat.torch.sources import numpy_side
 from dsdformat.torch.stored import (
     ABSENT,
+    Live,
     Path,
     Stored,
     as_array,
@@ -56,13 +58,6 @@ _ORDER = (
     (Kind.OPTIMIZER, Kind.OPTIMIZERS),
     (Kind.STATEFUL,),
 )
-
-
-@dataclass
-class Live:
-    """A leaf of the state, in a sequence of which something is returned."""
-
-    value: Any
 
 
 def _with_live(value: Any) -> Any:
@@ -143,15 +138,16 @@ class Loading:
             reshard(module)
             reshard_fsdp2(module)
 
-    def run(self) -> Loaded:
+    def run(self, comm: Comm, *, share_reads: bool) -> Loaded:
         """Read what was checked, and put everything in its place.
 
-        Ranks: local.
+        Ranks: collective over the group.
         """
-        for moves in self.plan.moves():
-            fill(self._checkpoint, moves)
-        self.plan.finish()
-        return Loaded(_with_live(self.plan.builder.make(self._rest, ())), self.plan.report)
+        for moves in (self.plan.moves_of_new, self.plan.moves_in_place):
+            fill_together(comm, self._checkpoint, moves, share_reads=share_reads)
+        with comm.together("load"):
+            self.plan.finish()
+            return Loaded(_with_live(self.plan.builder.make(self._rest, ())), self.plan.report)
 
     def _walk(self, live: Any, stored: Any, path: Path, *, whole: bool = False) -> Any:
         """Return what of the stored has no place, or `_PLACED`.

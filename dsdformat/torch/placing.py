@@ -5,7 +5,7 @@ Nothing is read and nothing changed until the whole plan was made and checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -158,12 +158,15 @@ class Plan:
         """Whether a tensor on meta gets its content."""
         return id(live) in self._devices
 
-    def moves(self) -> Iterator[Sequence[Move]]:
-        """List what is to be read: first what nobody sees yet, then what is read in place."""
+    def moves_of_new(self) -> list[Move]:
+        """Make what is new, which nobody sees yet, and list what is to be read into it."""
         later = [move for moves in self.later for move in moves()]
-        yield [*self.builder.moves(), *self._shard_moves(), *later]
+        return [*self.builder.moves(), *self._shard_moves(), *later]
+
+    def moves_in_place(self) -> list[Move]:
+        """List what is to be read into what there is, once everything new is there."""
         self.builder.compose()
-        yield self._moves
+        return self._moves
 
     def _shard_moves(self) -> Iterator[Move]:
         """Make the shards of tensors on meta, and list what is to be read into them."""

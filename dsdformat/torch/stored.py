@@ -23,6 +23,7 @@ __all__ = [
     "ABSENT",
     "VALUES",
     "Composite",
+    "Live",
     "Path",
     "Stored",
     "as_array",
@@ -77,6 +78,13 @@ class Composite:
 
     def __str__(self) -> str:
         return f"a tensor of kind {self.kind.removeprefix('torch.')}"
+
+
+@dataclass
+class Live:
+    """What the state has, where it is returned beside what is stored."""
+
+    value: Any
 
 
 def read_tree(checkpoint: Checkpoint) -> dict[str, Any]:
