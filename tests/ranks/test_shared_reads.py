@@ -150,6 +150,7 @@ def test_all_ranks_together_read_little_more_than_there_is(read, source, target)
 def test_columns_of_whole_blocks_cost_what_each_rank_reads_of_them(read):
     per_rank, nbytes = read["fsdp2-4", "tp-columns"]
     total = sum(count for own in per_rank for _, _, count in own)
+    print(f"fsdp2-4 to tp-columns: {total / nbytes:.3f} of {nbytes} bytes")
     down = 3 * 4 * 1024 * 2048  # a weight and two moments, of which each block is read by both
     assert total <= BOUND * nbytes + down
 
