@@ -20,10 +20,10 @@ from dsdformat.format.paths import emit_name
 from dsdformat.format.values import encoded_key
 from dsdformat.sources import TensorSource
 
-__all__ = ["Foreign", "Kind", "walk_tree"]
+__all__ = ["ROOT", "Foreign", "Kind", "replaced", "walk_tree"]
 
 Path = tuple[Any, ...]
-_ROOT = "value"
+ROOT = "value"  # the key of a state that is no dict of string keys
 # How containers are made anew: of pairs, and of the old one with new items.
 _MAPPINGS: dict[type, Callable[[Any], Any]] = {
     dict: dict,
@@ -73,7 +73,7 @@ class Foreign:
         settled: Settled,
         *,
         metadata: dict[str, str] | None = None,
-        verify: Callable[[], None] | None = None,
+        verify: Callable[[int, int], None] | None = None,
         close: Callable[[], None] | None = None,
     ) -> None:
         self.kind = kind
@@ -148,12 +148,15 @@ class Foreign:
                 source = sources[id(value.parts)] = value.source()
             return value.reference(source)
 
-        state = _replaced(self.tree, leaf)
+        state = replaced(self.tree, leaf)
         plain = type(state) in (dict, OrderedDict) and all(type(key) is str for key in state)
-        return state if plain else {_ROOT: state}
+        return state if plain else {ROOT: state}
 
-    def verify(self) -> None:
+    def verify(self, part: int = 0, of: int = 1) -> None:
         """Compare all data with the checksums that the file has of them, if it has any.
+
+        Args:
+            part, of: Which of so many parts of the data to compare, if not all of them.
 
         Raises:
             ConvertError: `foreign_checksum`.
@@ -161,7 +164,7 @@ class Foreign:
         Memory: 4 MiB.
         """
         if self._verify is not None:
-            self._verify()
+            self._verify(part, of)
 
     def close(self) -> None:
         """Close the files. Values stay valid; tensors cannot be read any more."""
@@ -184,11 +187,11 @@ def walk_tree(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, tree
 
 
-def _replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
+def replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Return a tree with other leaves."""
     kind = type(value)
     if kind in _MAPPINGS:
-        return _MAPPINGS[kind]([(key, _replaced(item, leaf)) for key, item in value.items()])
+        return _MAPPINGS[kind]([(key, replaced(item, leaf)) for key, item in value.items()])
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](value, (_replaced(item, leaf) for item in value))
+        return _SEQUENCES[kind](value, (replaced(item, leaf) for item in value))
     return leaf(value)

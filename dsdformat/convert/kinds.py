@@ -177,7 +177,7 @@ def _is_safetensors(source: Bytes, head: bytes) -> bool:
 
 def _open_file(kind: Kind, source: Bytes, policy: Policy, close: Callable[[], None]) -> Foreign:
     metadata: dict[str, str] = {}
-    verify: Callable[[], None] | None = None
+    verify: Callable[[int, int], None] | None = None
     if kind is Kind.TORCH_ZIP:
         archive = read_torch_archive(source)
         tree, verify = archive.tree, archive.verify
@@ -239,7 +239,7 @@ def _has_shards(path: str, file: str) -> bool:
 
 def _open_folder(kind: Kind, folder: Folder, policy: Policy) -> Foreign:
     metadata: dict[str, str] = {}
-    verify: Callable[[], None] | None = None
+    verify: Callable[[int, int], None] | None = None
     tree: Any
     if kind is Kind.DCP:
         dcp = DcpFolder(folder)

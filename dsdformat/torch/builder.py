@@ -14,11 +14,11 @@ import torch
 from dsdformat.errors import ArgumentError, UnsupportedValueError
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
-from dsdformat.reader import Checkpoint
 from dsdformat.torch.buffers import bytes_of, carrier, empty, memory_order, tensor_over
 from dsdformat.torch.composites import put_together
 from dsdformat.torch.dtypes import torch_dtype
 from dsdformat.torch.moves import Move, can_cast, verify_whole
+from dsdformat.torch.origin import Origin
 from dsdformat.torch.sources import ORDER, numpy_side
 from dsdformat.torch.stored import Composite, Path, Stored, find_items, is_numpy, rebuilt
 
@@ -48,7 +48,7 @@ class Builder:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Origin,
         *,
         mmap: bool,
         types: Mapping[str, type],
@@ -108,7 +108,7 @@ class Builder:
                     self._made[key] = mapped
                     continue
             if stored.entry.nbytes >= MIB:
-                self._checkpoint.table.row(index)  # that there is so much, before it is allocated
+                stored.entry.check()  # that there is so much, before it is allocated
             made = empty(stored.entry.shape, dtype, form.device, stored.attributes.get(ORDER))
             self._made[key] = made
             yield Move(index, at_rest, made)
@@ -183,8 +183,8 @@ class Builder:
         tensor = tensor_over(view, dtype, stored.entry.shape)
         if tensor.data_ptr() % dtype.itemsize:
             return None
-        if self._checkpoint.table.verifies:
-            verify_whole(self._checkpoint, stored.index)
+        if self._checkpoint.verifies:
+            verify_whole(stored.entry)
         return tensor
 
 

@@ -24,7 +24,7 @@ from dsdformat.torch.redistribute import materialized
 from dsdformat.torch.report import Cast, LoadReport, Mismatch
 from dsdformat.torch.selection import Selection
 from dsdformat.torch.sharding import held_view, is_dtensor, is_spread, local_of, sharding_of
-from dsdformat.torch.stored import Composite, Path, Stored, describe, display, leaves
+from dsdformat.torch.stored import Composite, Path, Stored, as_tensor, describe, display, leaves
 
 __all__ = ["Plan", "moves_into", "replace_content", "same_content"]
 
@@ -165,6 +165,11 @@ class Plan:
         self.builder.compose()
         yield self._moves
 
+    @property
+    def in_place(self) -> Sequence[Move]:
+        """What is read into tensors that others see, last of all."""
+        return self._moves
+
     def _shard_moves(self) -> Iterator[Move]:
         """Make the shards of tensors on meta, and list what is to be read into them."""
         for live, stored, device in self._shards:
@@ -192,6 +197,7 @@ class Plan:
         if is_spread(live):
             self._shards.append((live, stored, form.device))
             return True
+        stored = as_tensor(stored)
         self.builder.need(stored, (name,), form)
         self._fills.append((live, stored, form))
         return True
