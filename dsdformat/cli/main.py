@@ -82,7 +82,7 @@ def make_app() -> typer.Typer:
     """Return the command with its subcommands."""
     import typer
 
-    from dsdformat.cli import info, ls, options, show, verify
+    from dsdformat.cli import info, ls, options, plan, show, verify
 
     app = typer.Typer(
         name="dsd",
@@ -93,6 +93,7 @@ def make_app() -> typer.Typer:
     app.callback(help=HELP)(options.dsd)
     app.command("info", help=info.HELP)(info.info)
     app.command("ls", help=ls.HELP)(ls.ls)
+    app.command("plan", help=plan.HELP)(plan.plan)
     app.command("show", help=show.HELP)(show.show)
     app.command("verify", help=verify.HELP)(verify.verify)
     return app

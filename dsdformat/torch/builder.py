@@ -96,6 +96,11 @@ class Builder:
         for step, item in find_items(value) or ():
             self.need(item, (*path, step), form)
 
+    def targets(self) -> Iterator[tuple[int, torch.dtype]]:
+        """List the tensors that were announced, by number, and their dtypes."""
+        for (index, form), stored in self._needed.items():
+            yield index, form.dtype or torch_dtype(stored.entry.dtype) or _carrier_of(stored)
+
     def moves(self) -> Iterator[Move]:
         """Allocate what was announced, and list what is to be read."""
         for key, stored in self._needed.items():

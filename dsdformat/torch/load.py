@@ -11,16 +11,17 @@ import torch
 from torch import nn
 
 from dsdformat.convert import Policy
+from dsdformat.convert.opening import Paths, open_any
 from dsdformat.convert.reading import ForeignReader
 from dsdformat.errors import DsdError, MismatchError
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.comm import Comm
+from dsdformat.torch.fitting import fitted
 from dsdformat.torch.introspect import as_mapping
 from dsdformat.torch.loading import Loading
 from dsdformat.torch.moves import fill
 from dsdformat.torch.options import ByName, Device, LoadOptions, as_device
 from dsdformat.torch.origin import Origin
-from dsdformat.torch.origins import Paths, fitted, open_origin
 from dsdformat.torch.per_rank import chosen
 from dsdformat.torch.recipes import RECIPES, Recipe, build, find_recipe
 from dsdformat.torch.report import Loaded
@@ -168,7 +169,7 @@ def load(  # noqa: PLR0913
     """
     options = LoadOptions.of(strict, device, dtype, rename, select, mmap, types)
     opened = functools.partial(
-        open_origin, path, verify=verify, digest=digest, threads=threads, unknown=unknown
+        open_any, path, verify=verify, digest=digest, threads=threads, unknown=unknown
     )
     if state is None:
         with contextlib.closing(opened()) as origin:
@@ -250,7 +251,7 @@ def load_model(
     """
     target = torch.device("cpu") if device is None else as_device(device)
     options = LoadOptions.of(device=target, dtype=dtype, mmap=mmap)
-    opened = open_origin(path, verify=verify, digest=digest, threads=threads)
+    opened = open_any(path, verify=verify, digest=digest, threads=threads)
     with contextlib.closing(opened) as origin:
         tree = read_tree(origin)
         recipe = recipe or find_recipe(tree.get(RECIPES), name, str(path))

@@ -104,6 +104,8 @@ class Loading:
             form=lambda name: Form(None, options.device(name)),
             names=names_of(tree),
         )
+        # Of optimizers: where the module of the names is, and what is stored by names.
+        self.sections: list[tuple[Path | None, Any]] = []
         self.plan = Plan(
             builder,
             options.selection,
@@ -264,6 +266,7 @@ class Loading:
                     self.plan.mismatch(display(path), "kind", *fault.args)
                 return
         if self._is_selected(stored, path):
+            self.sections.append((names.path, stored))
             place_optimizers(self.plan, parts, names, stored, path, renamed)
 
     def _place_array(self, live: Any, stored: Any, path: Path) -> None:

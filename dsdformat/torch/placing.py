@@ -165,6 +165,13 @@ class Plan:
         self.builder.compose()
         yield self._moves
 
+    def targets(self) -> Iterator[tuple[int, torch.dtype]]:
+        """List the tensors that will be read, as which dtypes, without making any of them."""
+        yield from ((move.index, move.into.dtype) for move in self._moves)
+        yield from self.builder.targets()
+        for live, stored, _ in self._shards:
+            yield stored.index, live.dtype
+
     @property
     def in_place(self) -> Sequence[Move]:
         """What is read into tensors that others see, last of all."""
