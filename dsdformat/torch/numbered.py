@@ -7,6 +7,7 @@ States by names, nested or flat, are those of `torch.distributed.checkpoint.stat
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from dsdformat.errors import MismatchError, shorten
 from dsdformat.torch.dotted import unflatten
 from dsdformat.torch.names import ParamNames
 from dsdformat.torch.optim import GROUPS, OWN, OWN_KEYS, PARAMS, SHARED, STATE
+from dsdformat.torch.stored import Stored
 
 __all__ = ["OrderUnknownError", "is_of_torch", "named_state"]
 
@@ -90,6 +92,12 @@ class _State:
             len(group) == 1 or len(group) == len(filed)
             for group, filed in zip(live, self.live, strict=True)
         )
+        # Of those that are no part of something flat, which has a shape of its own.
+        self.shapes = {
+            names.first(one): tuple(one.shape)
+            for one in itertools.chain.from_iterable(live)
+            if id(one) not in names.flats and id(one) not in names.shards
+        }
         self.known = {name for every in names.names.values() for name in every}
         self.renamed = renamed
         flat = STATE not in stored
@@ -119,7 +127,23 @@ class _State:
             raise OrderUnknownError(
                 _sizes(stored) + " by number", "names, as some parameters are flat"
             )
-        return [name for group in self.live for name in group]
+        found = [name for group in self.live for name in group]
+        numbers = [key for group in self.groups for key in _params_of(group)]
+        for number, name in zip(numbers, found, strict=True):
+            self._check_shape(number, name)
+        return found
+
+    def _check_shape(self, number: Any, name: str) -> None:
+        """Check that what is kept for a number is not shaped like another parameter."""
+        kept = self.stored[STATE].get(number)
+        values = kept.values() if isinstance(kept, dict) else ()
+        shapes = {one.entry.shape for one in values if isinstance(one, Stored) and one.entry.shape}
+        wanted = self.shapes.get(name)
+        if len(shapes) == 1 and wanted is not None and wanted not in shapes:
+            (shape,) = shapes
+            if shape in self.shapes.values():
+                wanted_text = f"{list(wanted)}, as {name} at its place in the groups is"
+                raise OrderUnknownError(f"number {number} of shape {list(shape)}", wanted_text)
 
     def _number(self, key: Any) -> Any:
         """Return the number that a key is; DCP makes strings of numbers."""

@@ -61,6 +61,9 @@ class Origin(Protocol):
     def tree(self, hooks: Hooks | None = None) -> Any:
         """Return the nested state."""
 
+    def plan_boxes(self, wanted: Sequence[Wanted], *, verify: bool | None = None) -> LoadPlan:
+        """Plan to read some boxes together."""
+
     def plan_ranks(
         self, wanted: Sequence[Sequence[Wanted]], *, verify: bool | None = None
     ) -> list[LoadPlan]:

@@ -38,7 +38,7 @@ from tests.ranks.options import FULL
 from tests.torch_runtime.exact import assert_same
 
 ADAMW = OPTIMIZERS["adamw"]
-TARGETS = ("fsdp2", "tp", "fsdp2-tp", "fsdp2-3", "fsdp1-full-orig", "hsdp")
+TARGETS = ("fsdp2", "tp", "fsdp2-tp", "fsdp2-3", "fsdp1-full-orig", "fsdp1-full-flat", "hsdp")
 
 
 def plain_optimizer() -> dict[str, Any]:

@@ -346,6 +346,84 @@ def test_several_optimizers_are_loaded_from_a_list_of_states(tmp_path):
         dsd.load(path, {"model": other, "optimizers": fresh})
 
 
+def test_a_checkpoint_of_lightning_is_loaded_with_its_names(tmp_path):
+    model, optimizer = trained()
+    state = {f"net.{name}": one for name, one in model.state_dict().items()}
+    lightning = {
+        "epoch": 2,
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": state,
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [],
+    }
+    path = as_zip(lightning, tmp_path)
+    other, fresh = make()
+    rename = [("state_dict/net.", "model/"), ("optimizer_states", "optimizer")]
+    rest = dsd.load(path, {"model": other, "optimizer": fresh}, rename=rename)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+    assert rest["epoch"] == 2
+
+
+def odd(state: dict[str, Any], kind: str) -> Any:
+    """A state of an optimizer with something in it that none has."""
+    groups = state["param_groups"]
+    if kind == "a number twice":
+        groups[0]["params"] = [0, 0]
+    elif kind == "a number that no list has":
+        state["state"][99] = {"step": torch.tensor(1.0)}
+    elif kind == "true for a number":
+        groups[0]["params"] = [True, False]
+    elif kind == "params are a dict":
+        groups[0]["params"] = {0: 1}
+    elif kind == "a group is a list":
+        groups[0] = [1, 2]
+    elif kind == "no groups":
+        state["param_groups"] = []
+    elif kind == "a state that is a number":
+        state["state"][0] = 5
+    elif kind == "names that are numbers":
+        groups[0]["param_names"] = 7
+    elif kind == "names beside numbers":
+        state["state"]["0.weight"] = state["state"].pop(2)
+    elif kind == "states of other shapes":
+        state["state"][0], state["state"][2] = state["state"][2], state["state"][0]
+    elif kind == "an empty list of states":
+        return []
+    return state
+
+
+ODD = (
+    *("a number twice", "true for a number", "params are a dict", "a group is a list"),
+    *("no groups", "a state that is a number", "names beside numbers", "states of other shapes"),
+    "an empty list of states",
+)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_a_malformed_state_of_an_optimizer_is_one_of_our_errors_and_changes_nothing(kind, tmp_path):
+    model, optimizer = trained()
+    state = odd(copy.deepcopy(optimizer.state_dict()), kind)
+    path = as_zip({"model": model.state_dict(), "optimizer": state}, tmp_path)
+    other, fresh = make()
+    before = copy.deepcopy((dict(other.state_dict()), fresh.state_dict()))
+    with pytest.raises(dsdformat.DsdError):
+        dsd.load(path, {"model": other, "optimizer": fresh})
+    assert_same((dict(other.state_dict()), fresh.state_dict()), before)
+
+
+@pytest.mark.parametrize("kind", ["a number that no list has", "names that are numbers"])
+def test_what_says_nothing_of_parameters_is_no_fault(kind, tmp_path):
+    model, optimizer = trained()
+    state = odd(copy.deepcopy(optimizer.state_dict()), kind)
+    path = as_zip({"model": model.state_dict(), "optimizer": state}, tmp_path)
+    other, fresh = make()
+    dsd.load(path, {"model": other, "optimizer": fresh})
+    assert torch.equal(
+        fresh.state[other[2].weight]["exp_avg"], optimizer.state[model[2].weight]["exp_avg"]
+    )
+
+
 # Several files
 
 
