@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsdformat.reader import Checkpoint
+from torch.optim import Optimizer
+
+from dsdformat.plan.load_plan import Wanted
 from dsdformat.renaming import Moved
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.comm import Comm
@@ -16,7 +18,9 @@ from dsdformat.torch.fsdp2 import reshard_fsdp2, shown_as_shards
 from dsdformat.torch.introspect import Kind, holds_leaves, kind_of
 from dsdformat.torch.memory import Memory
 from dsdformat.torch.names import Namer, modules_in
+from dsdformat.torch.numbered import OrderUnknownError, is_of_torch, named_state
 from dsdformat.torch.options import LoadOptions
+from dsdformat.torch.origin import Origin
 from dsdformat.torch.place_modules import place_modules
 from dsdformat.torch.place_optim import place_optimizers
 from dsdformat.torch.placing import Plan
@@ -74,7 +78,7 @@ class Loading:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Origin,
         tree: dict[str, Any],
         state: Mapping[str, Any],
         options: LoadOptions,
@@ -102,6 +106,8 @@ class Loading:
             form=lambda name: Form(None, options.device(name)),
             names=names_of(tree),
         )
+        # Of optimizers: where the module of the names is, and what is stored by names.
+        self.sections: list[tuple[Path | None, Any]] = []
         self.plan = Plan(
             builder,
             options.selection,
@@ -137,6 +143,10 @@ class Loading:
         for module in self._modules:
             reshard(module)
             reshard_fsdp2(module)
+
+    def wanted(self) -> list[Wanted]:
+        """List what will be read into tensors that are in use."""
+        return [move.wanted() for move in self.plan.in_place]
 
     def run(self, comm: Comm, *, share_reads: bool) -> Loaded:
         """Read what was checked, and put everything in its place.
@@ -226,12 +236,8 @@ class Loading:
         if kind in (Kind.MODULE, Kind.MODULES):
             place_modules(self.plan, [live] if kind is Kind.MODULE else live, stored, path)
         elif kind in (Kind.OPTIMIZER, Kind.OPTIMIZERS):
-            if not self._is_selected(stored, path):
-                return
             parts = [live] if kind is Kind.OPTIMIZER else live
-            names = self._namer.names_of(parts, path)
-            renamed = self._moved.of(names.path)
-            place_optimizers(self.plan, parts, names, stored, path, renamed)
+            self._place_optimizers(parts, stored, path)
         elif not self._is_selected(stored, path):
             return
         elif kind is Kind.TENSOR:
@@ -248,6 +254,22 @@ class Loading:
             self.plan.builder.need(stored, path)
             make = self.plan.builder.make
             self.plan.installs.append(lambda: live.load_state_dict(make(stored, path)))
+
+    def _place_optimizers(self, parts: Sequence[Optimizer], stored: Any, path: Path) -> None:
+        if not is_of_torch(stored) and not self._is_selected(stored, path):
+            return
+        names = self._namer.names_of(parts, path)
+        renamed = self._moved.of(names.path)
+        if is_of_torch(stored):
+            try:
+                stored, renamed = named_state(stored, parts, names, renamed), str
+            except OrderUnknownError as fault:
+                if self._is_selected(stored, path):
+                    self.plan.mismatch(display(path), "kind", *fault.args)
+                return
+        if self._is_selected(stored, path):
+            self.sections.append((names.path, stored))
+            place_optimizers(self.plan, parts, names, stored, path, renamed)
 
     def _place_array(self, live: Any, stored: Any, path: Path) -> None:
         name = display(path)

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from dsdformat.boxes import Box, whole
+from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
 from dsdformat.plan.load_plan import Wanted
-from dsdformat.reader import Checkpoint
 from dsdformat.torch.buffers import as_bits, box_view, bytes_of, empty, overlaps_itself, row_boxes
+from dsdformat.torch.origin import Entry, Origin
 
 __all__ = [
     "Move",
@@ -88,7 +89,7 @@ class Move:
         return Box(offset, box.shape)
 
 
-def fill(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
+def fill(checkpoint: Origin, moves: Sequence[Move]) -> None:
     """Read the tensors, what is wanted twice once.
 
     Raises:
@@ -111,7 +112,7 @@ def distinct(moves: Sequence[Move]) -> list[Move]:
     return list(first.values())
 
 
-def read(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
+def read(checkpoint: Origin, moves: Sequence[Move]) -> None:
     """Read boxes that are all different; see `fill`."""
     straight = [move for move in moves if move.is_straight]
     if straight:
@@ -144,7 +145,7 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return bytes_of(as_bits(tensor).as_strided((reach,), (1,)))
 
 
-def _fill_staged(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
+def _fill_staged(checkpoint: Origin, moves: Sequence[Move]) -> None:
     small: list[Move] = []
     held = 0
     for move in moves:
@@ -159,7 +160,7 @@ def _fill_staged(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
     _fill_group(checkpoint, small)
 
 
-def _fill_group(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
+def _fill_group(checkpoint: Origin, moves: Sequence[Move]) -> None:
     """Read small boxes together, then copy each to its place."""
     pinned = any(move.into.is_cuda for move in moves)
     staged = [_host(move.into.shape, move.stored, pinned) for move in moves]
@@ -169,7 +170,7 @@ def _fill_group(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
         _copy(move.into, source)
 
 
-def _fill_slabs(checkpoint: Checkpoint, move: Move) -> None:
+def _fill_slabs(checkpoint: Origin, move: Move) -> None:
     """Read one large box, some rows at a time."""
     buffer: torch.Tensor | None = None
     for box in row_boxes(move.into.shape, move.nbytes, GROUP_NBYTES):
@@ -202,14 +203,12 @@ def _host(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> torch.Tenso
     return buffer.pin_memory() if pinned and buffer.numel() else buffer
 
 
-def verify_whole(checkpoint: Checkpoint, index: int) -> None:
+def verify_whole(entry: Entry) -> None:
     """Read a tensor once, and compare it with its digests; for tensors that are mapped.
 
     Memory: 4 MiB.
     """
-    table = checkpoint.table
-    row = table.row(index)
-    nbytes = Box((0,) * len(row.shape), row.shape).numel * row.dtype.itemsize
-    scratch = memoryview(bytearray(min(nbytes, 4 * MIB)))
-    for box in row_boxes(row.shape, nbytes, 4 * MIB):
-        table.read(index, box, scratch[: box.numel * row.dtype.itemsize], None)
+    itemsize = DTYPES[entry.dtype].itemsize
+    scratch = memoryview(bytearray(min(entry.nbytes, 4 * MIB)))
+    for box in row_boxes(entry.shape, entry.nbytes, 4 * MIB):
+        entry.read(box, into=scratch[: box.numel * itemsize])

@@ -5,7 +5,7 @@ Nothing is read and nothing changed until the whole plan was made and checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from dsdformat.torch.moves import Move, can_cast
 from dsdformat.torch.redistribute import materialized
 from dsdformat.torch.report import Cast, LoadReport, Mismatch
 from dsdformat.torch.sharding import held_view, is_dtensor, is_spread, local_of, sharding_of
-from dsdformat.torch.stored import Composite, Path, Stored, describe, display, leaves
+from dsdformat.torch.stored import Composite, Path, Stored, as_tensor, describe, display, leaves
 
 __all__ = ["Plan", "moves_into", "replace_content", "same_content"]
 
@@ -168,6 +168,18 @@ class Plan:
         self.builder.compose()
         return self._moves
 
+    def targets(self) -> Iterator[tuple[int, torch.dtype]]:
+        """List the tensors that will be read, as which dtypes, without making any of them."""
+        yield from ((move.index, move.into.dtype) for move in self._moves)
+        yield from self.builder.targets()
+        for live, stored, _ in self._shards:
+            yield stored.index, live.dtype
+
+    @property
+    def in_place(self) -> Sequence[Move]:
+        """What is read into tensors that others see, last of all."""
+        return self._moves
+
     def _shard_moves(self) -> Iterator[Move]:
         """Make the shards of tensors on meta, and list what is to be read into them."""
         for live, stored, device in self._shards:
@@ -195,6 +207,7 @@ class Plan:
         if is_spread(live):
             self._shards.append((live, stored, form.device))
             return True
+        stored = as_tensor(stored)
         self.builder.need(stored, (name,), form)
         self._fills.append((live, stored, form))
         return True

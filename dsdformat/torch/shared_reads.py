@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 from dsdformat.boxes import Box
 from dsdformat.format.digests import digest
-from dsdformat.plan.read_shares import cut_reads, piece_nbytes, share_out
+from dsdformat.plan.read_shares import ReadPart, cut_reads, piece_nbytes, share_out
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.alike import KEY_NBYTES, find_alike
-from dsdformat.torch.buffers import box_view
+from dsdformat.torch.buffers import box_view, row_boxes
 from dsdformat.torch.comm import Comm, group_order
 from dsdformat.torch.moves import Move, copy_twins, distinct, fill, mark_changed, read
+from dsdformat.torch.origin import Origin
 from dsdformat.torch.pass_on import Part, pass_on
 
 __all__ = ["fill_together"]
@@ -39,7 +40,7 @@ class _Shared:
 
 def fill_together(
     comm: Comm,
-    checkpoint: Checkpoint,
+    checkpoint: Origin,
     list_moves: Callable[[], Sequence[Move]],
     *,
     share_reads: bool,
@@ -108,20 +109,18 @@ def _order(move: Move) -> tuple[object, ...]:
     return move.index, box.offset, box.shape, str(move.into.dtype)
 
 
-def _plan(comm: Comm, checkpoint: Checkpoint, shared: _Shared) -> Iterator[Move]:
+def _plan(comm: Comm, checkpoint: Origin, shared: _Shared) -> Iterator[Move]:
     """Choose the reader of each part, and list what this rank reads."""
-    table, ranks = checkpoint.table, shared.ranks
+    ranks = shared.ranks
     size = piece_nbytes(sum(move.nbytes for move in shared.moves), len(ranks))
     parts = [
         (number, part)
         for number, move in enumerate(shared.moves)
-        for part in cut_reads(
-            table.chunk_table(move.index), move.place, checkpoint.block_nbytes, size
-        )
+        for part in _parts(checkpoint, move, size)
     ]
     places = {rank: place for place, rank in enumerate(ranks)}
-    alike = checkpoint.world_size == comm.world_size
-    writers = [places.get(table.body.files[part.file].rank) if alike else None for _, part in parts]
+    alike = isinstance(checkpoint, Checkpoint) and checkpoint.world_size == comm.world_size
+    writers = [places.get(_writer(checkpoint, part)) if alike else None for _, part in parts]
     readers = share_out([part.nbytes for _, part in parts], writers, len(ranks))
     shared.given = [[] for _ in ranks]
     for (number, part), reader in zip(parts, readers, strict=True):
@@ -131,6 +130,21 @@ def _plan(comm: Comm, checkpoint: Checkpoint, shared: _Shared) -> Iterator[Move]
             shared.given[reader].append(Part(number, at))
             if ranks[reader] == comm.rank:
                 yield Move(move.index, move.stored, box_view(move.into, at), box)
+
+
+def _parts(checkpoint: Origin, move: Move, nbytes: int) -> Iterator[ReadPart]:
+    """Cut what is to be read; of a foreign checkpoint, of which no blocks are known, by rows."""
+    if isinstance(checkpoint, Checkpoint):
+        table = checkpoint.table.chunk_table(move.index)
+        yield from cut_reads(table, move.place, checkpoint.block_nbytes, nbytes)
+    elif move.nbytes:
+        for box in row_boxes(move.place.shape, move.nbytes, nbytes):
+            yield ReadPart((move.part(box),), box.numel * move.stored.itemsize, 0)
+
+
+def _writer(checkpoint: Origin, part: ReadPart) -> int:
+    assert isinstance(checkpoint, Checkpoint)
+    return checkpoint.table.body.files[part.file].rank
 
 
 def _relative(box: Box, around: Box) -> Box:
