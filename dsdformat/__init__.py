@@ -28,6 +28,7 @@ from dsdformat.errors import (
     Problem,
     RankDisagreementError,
     StorageError,
+    TimeLimitError,
     UnsupportedValueError,
     VersionError,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "StorageError",
     "TensorEntry",
     "TensorSource",
+    "TimeLimitError",
     "UnsupportedValueError",
     "VersionError",
     "Writer",

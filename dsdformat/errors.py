@@ -32,6 +32,7 @@ __all__ = [
     "Problem",
     "RankDisagreementError",
     "StorageError",
+    "TimeLimitError",
     "UnsupportedValueError",
     "VersionError",
     "listed",
@@ -258,6 +259,10 @@ class RankDisagreementError(DistributedError):
     """Report that ranks passed different names, shapes or paths."""
 
 
+class TimeLimitError(DsdError, TimeoutError):
+    """Report that something goes on for longer than the caller waits."""
+
+
 class ConvertError(DsdError, ValueError):
     """Report a foreign file that cannot be converted.
 
@@ -338,7 +343,7 @@ CODES: dict[str, type[DsdError]] = {
     "header_malformed": ConvertError, "index_malformed": ConvertError,
     "dcp_metadata": ConvertError, "dcp_chunks": ConvertError, "dcp_item": ConvertError,
     "rank_failed": DistributedError, "ranks_absent": DistributedError,
-    "ranks_disagree": RankDisagreementError,
+    "ranks_disagree": RankDisagreementError, "timed_out": TimeLimitError,
 }
 # fmt: on
 

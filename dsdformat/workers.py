@@ -53,14 +53,14 @@ class Workers:
         first = list(itertools.islice(todo, 2))
         if self.count == 1 or len(first) < 2:
             for task in itertools.chain(first, todo):
-                self._check()
+                self.check()
                 task()
             return
         run = _Run()
         self._start()
         try:
             for task in itertools.chain(first, todo):
-                self._check()
+                self.check()
                 if run.error is not None:
                     break
                 run.pending.append(task)
@@ -87,7 +87,12 @@ class Workers:
         for thread in threads:
             thread.join()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check that it was not cancelled.
+
+        Raises:
+            ArgumentError: `closed`.
+        """
         if self._cancelled:
             raise ArgumentError("it was cancelled", code="closed")
 

@@ -391,6 +391,7 @@ class Writer(PartWriter):
                 part = merge_parts([own, *read_parts(parts)])
                 check_complete(part)
             self.root = self._write_manifest(part)
+            self._workers.check()
             self._target.commit()
         except BaseException:
             self.root = None

@@ -48,6 +48,7 @@ NAMES = [
     "StorageError",
     "TensorEntry",
     "TensorSource",
+    "TimeLimitError",
     "UnsupportedValueError",
     "VersionError",
     "Writer",
@@ -81,6 +82,7 @@ def test_the_format_version_is_that_of_the_spec():
 
 
 TORCH_NAMES = [
+    "Background",
     "Cast",
     "FlattenParams",
     "LoadReport",
@@ -88,9 +90,11 @@ TORCH_NAMES = [
     "Mismatch",
     "PerRank",
     "Recipe",
+    "SaveHandle",
     "broadcast",
     "consolidate",
     "distribute",
+    "free_staging",
     "gather",
     "load",
     "load_model",

@@ -9,6 +9,7 @@ states in any wrapping.
 
 from __future__ import annotations
 
+from dsdformat.torch.background import Background, SaveHandle, free_staging
 from dsdformat.torch.broadcast import broadcast
 from dsdformat.torch.distribute import distribute
 from dsdformat.torch.flatten import FlattenParams, consolidate
@@ -23,6 +24,7 @@ from dsdformat.torch.save import save
 from dsdformat.torch.snapshot import snapshot
 
 __all__ = [
+    "Background",
     "Cast",
     "FlattenParams",
     "LoadReport",
@@ -30,9 +32,11 @@ __all__ = [
     "Mismatch",
     "PerRank",
     "Recipe",
+    "SaveHandle",
     "broadcast",
     "consolidate",
     "distribute",
+    "free_staging",
     "gather",
     "load",
     "load_model",

@@ -22,7 +22,7 @@ from dsdformat.format.digests import digest
 from dsdformat.format.packing import emit, parse
 from dsdformat.format.values import encode
 
-__all__ = ["Comm", "global_rank", "group_order", "is_distributed"]
+__all__ = ["Comm", "decoded", "error_row", "global_rank", "group_order", "is_distributed"]
 
 _SIZE_NBYTES = 8
 
@@ -107,7 +107,7 @@ class Comm:
         sizes = self._sizes(own.numel())
         parts: list[Any] = [None] * self.world_size
         for rank, part in self.share(own, sizes):
-            parts[rank] = _decoded(part.cpu().numpy().tobytes())
+            parts[rank] = decoded(part.cpu().numpy().tobytes())
         return parts
 
     def tell(self, value: Any) -> Any:
@@ -118,7 +118,7 @@ class Comm:
         if self.world_size == 1:
             return value
         told = self.tell_bytes(emit(encode(value)) if self.is_coordinator else b"")
-        return value if self.is_coordinator else _decoded(told)
+        return value if self.is_coordinator else decoded(told)
 
     def tell_bytes(self, raw: bytes) -> bytes:
         """Return the bytes that rank 0 passed.
@@ -177,7 +177,24 @@ class Comm:
             if error is not None:
                 raise error
             return
-        rows = self.gather_values(None if error is None else _row(error))
+        rows = self.gather_values(None if error is None else error_row(error))
+        self.check_rows(doing, rows, error)
+
+    def check_rows(
+        self, doing: str, rows: Sequence[dict[str, Any] | None], error: Exception | None
+    ) -> None:
+        """Raise if some rank failed.
+
+        Args:
+            doing: What failed.
+            rows: Of each rank, an `error_row` or None.
+            error: That of this rank.
+
+        Raises:
+            DistributedError: `rank_failed`, as `together`.
+
+        Ranks: local.
+        """
         failures = {
             rank: _error(row) for rank, row in zip(self.ranks, rows, strict=True) if row is not None
         }
@@ -337,11 +354,13 @@ def _raw_tensor(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(emit(encode(value))), dtype=torch.uint8)
 
 
-def _decoded(raw: bytes) -> Any:
+def decoded(raw: bytes) -> Any:
+    """Return the value that another rank has encoded."""
     return decode_tree({"value": parse(raw)}).root["value"]
 
 
-def _row(error: Exception) -> dict[str, Any]:
+def error_row(error: Exception) -> dict[str, Any]:
+    """Return what other ranks are told of an error: values of the format."""
     known = isinstance(error, DsdError)
     return {
         "kind": type(error).__name__,

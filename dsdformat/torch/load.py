@@ -10,10 +10,10 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from dsdformat import folders
 from dsdformat.errors import DsdError
 from dsdformat.folders import PathLike
 from dsdformat.reader import Checkpoint
+from dsdformat.torch.background import open_settled
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.introspect import as_mapping
@@ -150,7 +150,7 @@ def load(  # noqa: PLR0913
     contiguous, not on the CPU or of another dtype.
     """
     options = LoadOptions.of(strict, device, dtype, rename, select, mmap, types)
-    opened = functools.partial(folders.open, path, verify=verify, digest=digest, threads=threads)
+    opened = functools.partial(open_settled, path, verify=verify, digest=digest, threads=threads)
     if state is None:
         with opened() as checkpoint:
             tree, _ = renamed(read_tree(checkpoint), options.renames)
@@ -209,7 +209,7 @@ def load_model(
     """
     target = torch.device("cpu") if device is None else as_device(device)
     options = LoadOptions.of(device=target, dtype=dtype, mmap=mmap)
-    with folders.open(path, verify=verify, digest=digest, threads=threads) as checkpoint:
+    with open_settled(path, verify=verify, digest=digest, threads=threads) as checkpoint:
         tree = read_tree(checkpoint)
         recipe = find_recipe(tree.get(RECIPES), name, str(path))
         stored = {name: tree.get(name)}
