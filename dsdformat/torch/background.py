@@ -25,6 +25,7 @@ from typing import Any
 from dsdformat import folders
 from dsdformat.errors import ArgumentError, DsdError, TimeLimitError
 from dsdformat.folders import PathLike
+from dsdformat.garbage import paused_gc
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.apart import Limit, write_apart
 from dsdformat.torch.staging import HostBuffer, stage
@@ -32,7 +33,15 @@ from dsdformat.torch.unfinished import Unfinished
 from dsdformat.workers import Workers
 from dsdformat.writer import PartWriter
 
-__all__ = ["Background", "SaveHandle", "begin", "free_staging", "open_settled", "settle"]
+__all__ = [
+    "Background",
+    "SaveHandle",
+    "begin",
+    "free_staging",
+    "open_settled",
+    "settle",
+    "spare_threads",
+]
 
 _LAST_RESORT = 1.5  # times the limit: when a thread is given up that itself keeps to the limit
 _CANCEL_S = 10.0
@@ -225,11 +234,17 @@ def begin(
         handle = SaveHandle(path, options.limit.total_seconds())
         save: Unfinished | None = None
         try:
-            save = plan(lambda writer: handle._stage(writer, threads))
+            with paused_gc():
+                save = plan(lambda writer: handle._stage(writer, threads))
         finally:
             handle._go(save)
         _state.last = handle
         return handle
+
+
+def spare_threads() -> int:
+    """Return how many threads write if nobody says: few, as training goes on and nobody waits."""
+    return max(1, min(4, (os.cpu_count() or 1) // 4))
 
 
 def settle(path: PathLike | None = None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 from dsdformat.folders import PathLike
-from dsdformat.torch.background import Background, SaveHandle, begin, settle
+from dsdformat.torch.background import Background, SaveHandle, begin, settle, spare_threads
 from dsdformat.torch.capture import capture, check_acyclic
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.introspect import as_mapping
@@ -87,7 +87,7 @@ def save(
         overwrite: Whether to replace a checkpoint that is there, once the new one is complete.
         codec: `raw`, `zstd` or `planes+zstd`, or a function from a tensor's name to one.
         user: User metadata: strings.
-        threads: How many threads hash and write; up to 8 if None.
+        threads: How many threads hash and write; up to 8 if None, and up to 4 in the background.
         recipes: For keys of the state, how `load_model` builds the model there.
         group: The process group of the ranks that save together; the default one if None.
         check_replicas: Whether to compare, by digests, the bytes of what several ranks hold.
@@ -127,7 +127,7 @@ def save(
             "overwrite": overwrite,
             "user": user,
             "codec": codec,
-            "threads": threads,
+            "threads": spare_threads() if background and threads is None else threads,
             "stage": stage,
         }
         if comm.world_size > 1:

@@ -47,8 +47,8 @@ def plan_together(
 
     Ranks: collective over the group.
     """
-    known = {key: value for key, value in options.items() if isinstance(value, (str, int))}
-    what = [str(path), overwrite, dict(user or {}), known, stage is not None]
+    codec = options["codec"] if isinstance(options["codec"], str) else None
+    what = [str(path), overwrite, dict(user or {}), codec, stage is not None]
     comm.check_agreement(what, "what is saved")
     plain: dict[str, Any] = {}
     own: list[Path] = []
