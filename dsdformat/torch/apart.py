@@ -16,18 +16,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from dsdformat.errors import ArgumentError
 from dsdformat.format.packing import emit
 from dsdformat.format.values import encode
 from dsdformat.storage.mailbox import Mailbox
-from dsdformat.torch.comm import decoded, error_row
+from dsdformat.torch.comm import decoded
+from dsdformat.torch.failures import Row, check_rows, error_row
 from dsdformat.torch.unfinished import Unfinished
 
 __all__ = ["Limit", "write_apart"]
 
-Row = dict[str, Any]
 _POLL_S, _POLL_MAX_S, _LIVES_S = 0.005, 0.5, 1.0
 _PART, _FAILED, _ROOT = b"p", b"f", b"r"
 
@@ -106,7 +105,7 @@ def _lead(save: Unfinished, mailbox: Mailbox, limit: Limit) -> str:
     rows[0] = None if error is None else error_row(error)
     coordinator.abort()
     mailbox.leave(_FAILED + emit(encode(rows)))
-    save.comm.check_rows("save", rows, error)
+    check_rows("save", save.comm.ranks, rows, (save.comm.rank, error))
     raise AssertionError("some rank has failed")
 
 
@@ -125,7 +124,7 @@ def _follow(save: Unfinished, mailbox: Mailbox, limit: Limit) -> str:
     told = decoded(verdict[1:])
     gone = type(told) is dict  # there is no verdict: rank 0 has not told of all ranks
     rows = [told, *[None] * (save.comm.world_size - 1)] if gone else told
-    save.comm.check_rows("save", rows, error)
+    check_rows("save", save.comm.ranks, rows, (save.comm.rank, error))
     raise AssertionError("some rank has failed")
 
 
