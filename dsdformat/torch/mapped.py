@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsdformat import folders
 from dsdformat.errors import ArgumentError, EntryNotFoundError, listed
 from dsdformat.folders import PathLike
+from dsdformat.torch.background import open_settled
 from dsdformat.torch.flatten import FlattenParams, flat_form, without_views
 from dsdformat.torch.fqn import named_tensors
 from dsdformat.torch.load import load
@@ -67,7 +67,7 @@ def map_parameters(
     Memory: 4 MiB to verify; pages that are written to, as those of running statistics.
     """
     held = _Held(module)
-    with folders.open(path, verify=verify, digest=digest, threads=threads) as checkpoint:
+    with open_settled(path, verify=verify, digest=digest, threads=threads) as checkpoint:
         entries = [entry for entry in checkpoint if entry.path[0] == name]
         stored = {entry.name for entry in entries}
         apart = [
