@@ -20,6 +20,7 @@ __all__ = [
     "DistributedError",
     "DsdDeprecationWarning",
     "DsdError",
+    "DsdPrecisionWarning",
     "DsdUnstableWarning",
     "EntryNotFoundError",
     "FormatError",
@@ -289,6 +290,10 @@ class DsdDeprecationWarning(DeprecationWarning):
     """Warn that a name will go away."""
 
 
+class DsdPrecisionWarning(UserWarning):
+    """Tell that values are rounded to a narrower dtype, where an error would not be a drop-in."""
+
+
 class DsdUnstableWarning(UserWarning):
     """Warn that a name may still change."""
 
@@ -342,6 +347,7 @@ CODES: dict[str, type[DsdError]] = {
     "storage_out_of_bounds": ConvertError, "stream_malformed": ConvertError,
     "header_malformed": ConvertError, "index_malformed": ConvertError,
     "dcp_metadata": ConvertError, "dcp_chunks": ConvertError, "dcp_item": ConvertError,
+    "inexact_cast": ConvertError,
     "rank_failed": DistributedError, "ranks_absent": DistributedError,
     "ranks_disagree": RankDisagreementError, "timed_out": TimeLimitError,
 }

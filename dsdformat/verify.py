@@ -20,7 +20,7 @@ from dsdformat.reader import Checkpoint
 from dsdformat.storage.base import Storage
 from dsdformat.workers import Task, Workers
 
-__all__ = ["Report", "verify_storage"]
+__all__ = ["Report", "verify_storage", "find_side_problems"]
 
 Progress = Callable[[int, int], None]
 _PIECE_BLOCKS = 4
@@ -128,7 +128,7 @@ class _Verifier:
         for index, file in enumerate(self.body.files):
             problems += self._file_problems(index, file, chunks[index])
         for side in self.body.sides:
-            problems += self._side_problems(side)
+            problems += find_side_problems(self.storage, side)
         if not problems:
             for entries in chunks:
                 problems += self._block_problems(entries)
@@ -173,24 +173,6 @@ class _Verifier:
             path: Any = paths[entry.tensor][len(file.prefix) :]
             key = chunk_key(path, row.shape, box, entry.codec)
             yield HeaderEntry(key, row.dtype, box.shape, entry.codec, entry.stored_nbytes)
-
-    def _side_problems(self, side: SideFile) -> list[Problem]:
-        try:
-            nbytes = self.storage.nbytes(side.label)
-        except FormatError as error:
-            return list(error.problems)
-        if nbytes != side.nbytes:
-            message = f"{side.label} has {nbytes} bytes, the manifest says {side.nbytes}"
-            return [Problem("file_size_mismatch", message, where=side.label)]
-        hasher = Hasher()
-        for at in range(0, nbytes, MIB):
-            buffer = memoryview(bytearray(min(MIB, nbytes - at)))
-            self.storage.read_into(side.label, at, buffer)
-            hasher.update(buffer)
-        if hasher.digest() == side.digest:
-            return []
-        message = f"the side file {side.label} was changed"
-        return [Problem("side_checksum_mismatch", message, where=side.label)]
 
     def _block_problems(self, chunks: list[StoredChunk]) -> list[Problem]:
         found: dict[int, list[Problem]] = {}
@@ -270,3 +252,26 @@ def _pieces(chunks: list[StoredChunk]) -> Iterator[_Piece]:
 
 def _first_difference(a: bytes, b: bytes) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+
+
+def find_side_problems(storage: Storage, side: SideFile) -> list[Problem]:
+    """Compare a side file with the manifest.
+
+    Memory: 1 MiB.
+    """
+    try:
+        nbytes = storage.nbytes(side.label)
+    except FormatError as error:
+        return list(error.problems)
+    if nbytes != side.nbytes:
+        message = f"{side.label} has {nbytes} bytes, the manifest says {side.nbytes}"
+        return [Problem("file_size_mismatch", message, where=side.label)]
+    hasher = Hasher()
+    for at in range(0, nbytes, MIB):
+        buffer = memoryview(bytearray(min(MIB, nbytes - at)))
+        storage.read_into(side.label, at, buffer)
+        hasher.update(buffer)
+    if hasher.digest() == side.digest:
+        return []
+    message = f"the side file {side.label} was changed"
+    return [Problem("side_checksum_mismatch", message, where=side.label)]

@@ -28,6 +28,7 @@ NAMES = [
     "DistributedError",
     "DsdDeprecationWarning",
     "DsdError",
+    "DsdPrecisionWarning",
     "DsdUnstableWarning",
     "EntryNotFoundError",
     "FormatError",

@@ -19,7 +19,16 @@ from dsdformat.convert.files import Bytes, Window, read_bytes, read_exactly
 from dsdformat.errors import printable
 from dsdformat.limits import ARCHIVE_DIRECTORY_NBYTES_MAX, MIB
 
-__all__ = ["DEFLATED", "MAGIC", "STORED", "Archive", "Entry", "list_names", "read_archive"]
+__all__ = [
+    "DEFLATED",
+    "MAGIC",
+    "STORED",
+    "Archive",
+    "Entry",
+    "find_name_fault",
+    "list_names",
+    "read_archive",
+]
 
 MAGIC = b"PK\x03\x04"
 STORED, DEFLATED = 0, 8
@@ -96,8 +105,11 @@ class Archive:
             )
         return Window(self.source, entry.byte_offset, entry.nbytes, printable(entry.name))
 
-    def check_crc(self, entry: Entry) -> None:
+    def check_crc(self, entry: Entry) -> int:
         """Compare the data of a stored entry with its CRC-32, if it has one (torch can do without).
+
+        Returns:
+            How many bytes were compared.
 
         Raises:
             ConvertError: `foreign_checksum`.
@@ -106,7 +118,7 @@ class Archive:
         """
         data, crc = self.data(entry), 0
         if not entry.crc:
-            return
+            return 0
         buffer = memoryview(bytearray(min(4 * MIB, data.nbytes)))
         for at in range(0, data.nbytes, 4 * MIB):
             piece = buffer[: min(4 * MIB, data.nbytes - at)]
@@ -119,6 +131,7 @@ class Archive:
                 f"{printable(entry.name)} has CRC-32 {crc:08x}, expected {entry.crc:08x}",
                 hint="the data are damaged",
             )
+        return data.nbytes
 
 
 def read_archive(source: Bytes) -> Archive:
@@ -142,6 +155,15 @@ def list_names(source: Bytes) -> list[str]:
     Memory: the directory.
     """
     return [entry.name for entry in _Reader(source).directory()[0]]
+
+
+def find_name_fault(name: str) -> str | None:
+    """Say why an entry cannot have a name, if that is so."""
+    parts = name.removesuffix("/").split("/")
+    plain = name.isprintable() and "\\" not in name and len(name.encode()) <= _NAME_MAX
+    if plain and not _DRIVE.match(name) and not any(part in ("", ".", "..") for part in parts):
+        return None
+    return "is no plain relative path"
 
 
 class _Reader:
@@ -255,10 +277,9 @@ class _Reader:
             name = data.decode("utf-8")
         except UnicodeDecodeError:
             self.bad(f"the name {printable(ascii(data))} is not UTF-8", "archive_name")
-        parts = name.removesuffix("/").split("/")
-        plain = name.isprintable() and "\\" not in name and len(data) <= _NAME_MAX
-        if not plain or _DRIVE.match(name) or any(part in ("", ".", "..") for part in parts):
-            self.bad(f"{printable(ascii(name))} is no plain relative path", "archive_name")
+        fault = find_name_fault(name)
+        if fault is not None:
+            self.bad(f"{printable(ascii(name))} {fault}", "archive_name")
         return name
 
     def check_method(self, name: str, flags: int, method: int, stored: int, nbytes: int) -> None:

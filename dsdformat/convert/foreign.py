@@ -1,26 +1,38 @@
-"""One face for all foreign checkpoints: names, tensors that are read when asked, values.
+"""One face for all checkpoints that are converted: names, tensors that are read when asked, values.
 
 A `Foreign` is to a converter what a `Checkpoint` is to a loader, and gives what a `Writer` takes.
-Knows nothing of kinds of files; those are made by `kinds.open`.
+Knows nothing of kinds of files; those are made by `kinds.open_foreign`, and ours by `own.open_own`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from dsdformat.boxes import Box
+from dsdformat.convert.files import Bytes
 from dsdformat.convert.settling import Finding, Settled
-from dsdformat.convert.tensor import ForeignTensor
 from dsdformat.errors import EntryNotFoundError, shorten
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import encoded_key
-from dsdformat.sources import TensorSource
+from dsdformat.reader import Checkpoint
+from dsdformat.sources import Reference, TensorSource
 
-__all__ = ["Foreign", "Kind", "walk_tree"]
+__all__ = [
+    "AnyTensor",
+    "Foreign",
+    "Kind",
+    "children",
+    "is_mapping",
+    "mapped_tree",
+    "rebuilt",
+    "rooted",
+    "state_of",
+    "walk_tree",
+]
 
 Path = tuple[Any, ...]
 _ROOT = "value"
@@ -52,18 +64,66 @@ class Kind(Enum):
     NPZ = "a .npz file"
 
 
+class _QuickCheck(type(Protocol)):  # type: ignore[misc]  # the metaclass of protocols
+    """Tells instances by one attribute of their class; a protocol would evaluate all of them."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return hasattr(type(instance), "identity")
+
+
+@runtime_checkable
+class AnyTensor(Protocol, metaclass=_QuickCheck):
+    """A tensor of a checkpoint of any kind: a `ForeignTensor`, or a `StoredTensor` of ours."""
+
+    @property
+    def dtype(self) -> str:
+        """Logical name in the registry."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the packed bytes."""
+
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """Hints that are stored with a reference: `dim_order`, `flavour`."""
+
+    @property
+    def identity(self) -> int:
+        """What is equal for tied tensors, also if their hints differ."""
+
+    def is_packed(self) -> bool:
+        """Whether each stored piece is row-major as it lies."""
+
+    def tiles(self) -> list[Box]:
+        """Return the boxes that are stored, each in one piece."""
+
+    def read(self, box: Box | None = None, *, into: Any = None) -> memoryview:
+        """Read one box as packed row-major little-endian bytes."""
+
+    def source(self) -> TensorSource:
+        """Return what a `Writer` stores of it."""
+
+    def reference(self, source: TensorSource) -> Reference:
+        """Return a reference to a source of it, with the hints."""
+
+
 class Foreign:
-    """A foreign checkpoint that is open for reading. A context manager.
+    """A checkpoint that is open for reading, in another format or ours. A context manager.
 
     Attributes:
         kind: What it is.
         name: How messages call it.
-        tree: Its state: values of the format, with a `ForeignTensor` at each tensor. The same
-            object at two places is a tied tensor.
+        tree: Its state: values of the format, with an `AnyTensor` at each tensor. Those of one
+            `identity` are tied.
         findings: What is not in the tree as it was in the file; empty if all is.
         attributes: What Python keeps on ordered dicts beside their items, as `_metadata` of a
             module's state dict, by path.
         metadata: Free strings of the file, as `__metadata__` of safetensors.
+        checkpoint: The checkpoint itself if it is ours, else None.
     """
 
     def __init__(
@@ -73,8 +133,10 @@ class Foreign:
         settled: Settled,
         *,
         metadata: dict[str, str] | None = None,
-        verify: Callable[[], None] | None = None,
+        verify: Callable[[], int] | None = None,
         close: Callable[[], None] | None = None,
+        checkpoint: Checkpoint | None = None,
+        sides: Callable[[], dict[str, Bytes]] | None = None,
     ) -> None:
         self.kind = kind
         self.name = name
@@ -82,13 +144,15 @@ class Foreign:
         self.findings: tuple[Finding, ...] = tuple(settled.findings)
         self.attributes = settled.attributes
         self.metadata = metadata or {}
+        self.checkpoint = checkpoint
         self._verify = verify
         self._close = close
+        self._sides = sides
         self._paths: dict[int, list[Path]] = {}
-        self._tensors: dict[str, ForeignTensor] = {}
+        self._tensors: dict[str, AnyTensor] = {}
         for path, leaf in walk_tree(self.tree):
-            if type(leaf) is ForeignTensor:
-                self._paths.setdefault(id(leaf.parts), []).append(path)
+            if isinstance(leaf, AnyTensor):
+                self._paths.setdefault(leaf.identity, []).append(path)
                 self._tensors[emit_name(path, encoded_key)] = leaf
 
     def __enter__(self) -> Foreign:
@@ -106,15 +170,15 @@ class Foreign:
         """Return the number of tensors, tied ones counted once."""
         return len(self._paths)
 
-    def __iter__(self) -> Iterator[tuple[str, ForeignTensor]]:
+    def __iter__(self) -> Iterator[tuple[str, AnyTensor]]:
         """Yield display names and tensors, in the order of the tree; tied ones once a name."""
         return iter(self._tensors.items())
 
-    def paths(self, tensor: ForeignTensor) -> list[Path]:
+    def paths(self, tensor: AnyTensor) -> list[Path]:
         """Return all paths that lead to a tensor: several if it is tied."""
-        return self._paths.get(id(tensor.parts), [])
+        return self._paths.get(tensor.identity, [])
 
-    def tensor(self, name: str) -> ForeignTensor:
+    def tensor(self, name: str) -> AnyTensor:
         """Return the tensor of a display name.
 
         Raises:
@@ -138,30 +202,28 @@ class Foreign:
         Memory: that of the values; when written, 4 MiB, or 40 MiB for a tensor that is not
         contiguous in its file.
         """
-        sources: dict[int, TensorSource] = {}
+        return state_of(self.tree)
 
-        def leaf(value: Any) -> Any:
-            if type(value) is not ForeignTensor:
-                return value
-            source = sources.get(id(value.parts))
-            if source is None:
-                source = sources[id(value.parts)] = value.source()
-            return value.reference(source)
-
-        state = _replaced(self.tree, leaf)
-        plain = type(state) in (dict, OrderedDict) and all(type(key) is str for key in state)
-        return state if plain else {_ROOT: state}
-
-    def verify(self) -> None:
+    def verify(self) -> int:
         """Compare all data with the checksums that the file has of them, if it has any.
+
+        Returns:
+            How many bytes were compared; 0 if there are no checksums.
 
         Raises:
             ConvertError: `foreign_checksum`.
 
         Memory: 4 MiB.
         """
-        if self._verify is not None:
-            self._verify()
+        return 0 if self._verify is None else self._verify()
+
+    def side_files(self) -> dict[str, Bytes]:
+        """Return the files that belong to a model beside its data, as `config.json`, by name.
+
+        Raises:
+            ConvertError: `foreign_path`: one of them is a link that leads elsewhere.
+        """
+        return {} if self._sides is None else self._sides()
 
     def close(self) -> None:
         """Close the files. Values stay valid; tensors cannot be read any more."""
@@ -171,24 +233,64 @@ class Foreign:
 
 def walk_tree(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the leaves of a tree with their paths; an empty container is a leaf."""
-    items: Any = ()
-    if type(tree) in _MAPPINGS:
-        items = tree.items()
-    elif type(tree) in _SEQUENCES:
-        items = enumerate(tree)
-    empty = True
-    for step, item in items:
-        empty = False
-        yield from walk_tree(item, (*path, step))
-    if empty:
+    items = children(tree)
+    if not items:
         yield path, tree
+        return
+    for step, item in items:
+        yield from walk_tree(item, (*path, step))
 
 
-def _replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
+def children(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the steps and items of a container; None for a leaf."""
+    if is_mapping(value):
+        return list(value.items())
+    return list(enumerate(value)) if type(value) in _SEQUENCES else None
+
+
+def is_mapping(value: Any) -> bool:
+    """Whether a container is one of dicts, and not of sequences."""
+    return type(value) in _MAPPINGS
+
+
+def rebuilt(value: Any, items: list[tuple[Any, Any]]) -> Any:
+    """Return a container like this one with other steps and items."""
+    if is_mapping(value):
+        return _MAPPINGS[type(value)](items)
+    return _SEQUENCES[type(value)](value, [item for _, item in items])
+
+
+def rooted(tree: Any) -> dict[str, Any]:
+    """Return a tree as a state is: what is no dict of string keys lies under the key `value`."""
+    plain = type(tree) in (dict, OrderedDict) and all(type(key) is str for key in tree)
+    return tree if plain else {_ROOT: tree}
+
+
+def state_of(
+    tree: Any, source_of: Callable[[AnyTensor], TensorSource] = lambda tensor: tensor.source()
+) -> dict[str, Any]:
+    """Return what `Writer.add` takes; see `Foreign.state`.
+
+    Args:
+        tree: Values of the format, with an `AnyTensor` at each tensor.
+        source_of: Gives what is stored of a tensor; called once for tied ones.
+    """
+    sources: dict[int, TensorSource] = {}
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, AnyTensor):
+            return value
+        source = sources.get(value.identity)
+        if source is None:
+            source = sources[value.identity] = source_of(value)
+        return value.reference(source)
+
+    return rooted(mapped_tree(tree, leaf))
+
+
+def mapped_tree(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Return a tree with other leaves."""
-    kind = type(value)
-    if kind in _MAPPINGS:
-        return _MAPPINGS[kind]([(key, _replaced(item, leaf)) for key, item in value.items()])
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind](value, (_replaced(item, leaf) for item in value))
-    return leaf(value)
+    items = children(value)
+    if items is None:
+        return leaf(value)
+    return rebuilt(value, [(step, mapped_tree(item, leaf)) for step, item in items])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dsdformat.convert.archive import MAGIC as ZIP_MAGIC
@@ -17,7 +18,8 @@ from dsdformat.convert.dcp import METADATA_NAME, DcpFolder
 from dsdformat.convert.faults import fault
 from dsdformat.convert.files import Bytes, Folder, read_bytes
 from dsdformat.convert.foreign import Foreign, Kind
-from dsdformat.convert.npz import NPY_SUFFIX, read_npz
+from dsdformat.convert.npz import NPY_SUFFIX, read_npz, verify_npz
+from dsdformat.convert.own import open_own
 from dsdformat.convert.safetensors import (
     INDEX_SUFFIX,
     SHARDING_KEY,
@@ -25,16 +27,18 @@ from dsdformat.convert.safetensors import (
     read_indexed,
     read_safetensors,
     read_sharded,
+    tied,
 )
 from dsdformat.convert.safetensors_header import read_header
 from dsdformat.convert.settling import Policy, settle
+from dsdformat.convert.sides import find_sides
 from dsdformat.convert.torch_stream import is_torch_stream, read_torch_stream
 from dsdformat.convert.torch_zip import PICKLE_NAME, read_torch_archive
 from dsdformat.errors import ArgumentError, ConvertError, printable, shorten
 from dsdformat.garbage import paused_gc
 from dsdformat.limits import JSON_NBYTES_MAX, MANIFEST_LABEL
 
-__all__ = ["Kind", "find_kind", "open_foreign"]
+__all__ = ["Kind", "find_kind", "open_any", "open_foreign"]
 
 PathLike = str | os.PathLike[str]
 _SUFFIX = ".safetensors"
@@ -104,20 +108,30 @@ def open_foreign(path: PathLike, *, unknown: Policy = "refuse") -> Foreign:
     kind = find_kind(path)
     if kind is Kind.DSD:
         raise fault(
-            "unsupported_kind", os.fspath(path), "is a checkpoint of ours", hint="dsdformat.open it"
+            "unsupported_kind",
+            os.fspath(path),
+            "is a checkpoint of ours",
+            hint="open it with dsdformat.open, or with open_any",
         )
     if os.path.isdir(path):
         folder = Folder(path)
         opened: Callable[[], Foreign] = lambda: _open_folder(kind, folder, unknown)  # noqa: E731
     else:
         folder, name = _split(path)
-        opened = lambda: _open_file(kind, folder.file(name), unknown, folder.close)  # noqa: E731
+        opened = lambda: _open_file(kind, folder, name, unknown)  # noqa: E731
     try:
         with paused_gc():
             return opened()
     except BaseException:
         folder.close()
         raise
+
+
+def open_any(path: PathLike, *, unknown: Policy = "refuse") -> Foreign:
+    """Open a checkpoint of any kind, ours too, for reading; see `open_foreign` and `open_own`."""
+    if find_kind(path) is Kind.DSD:
+        return open_own(path)
+    return open_foreign(path, unknown=unknown)
 
 
 def _split(path: PathLike) -> tuple[Folder, str]:
@@ -175,20 +189,25 @@ def _is_safetensors(source: Bytes, head: bytes) -> bool:
     return len(head) > 8 and fits and head[8:9] == b"{"
 
 
-def _open_file(kind: Kind, source: Bytes, policy: Policy, close: Callable[[], None]) -> Foreign:
+def _open_file(kind: Kind, folder: Folder, name: str, policy: Policy) -> Foreign:
+    source, close = folder.file(name), folder.close
     metadata: dict[str, str] = {}
-    verify: Callable[[], None] | None = None
+    verify: Callable[[], int] | None = None
     if kind is Kind.TORCH_ZIP:
         archive = read_torch_archive(source)
         tree, verify = archive.tree, archive.verify
     elif kind is Kind.TORCH_STREAM:
         tree = read_torch_stream(source)
     elif kind is Kind.NPZ:
-        tree = read_npz(source)
+        tree, verify = read_npz(source), partial(verify_npz, source)
     else:
-        tree, metadata = read_safetensors(source)
+        tree, found = read_safetensors(source)
+        tree, metadata = tied(tree, [found])
     settled = settle(tree, policy, source.name)
-    return Foreign(kind, source.name, settled, metadata=metadata, verify=verify, close=close)
+    sides = partial(find_sides, folder)
+    return Foreign(
+        kind, source.name, settled, metadata=metadata, verify=verify, close=close, sides=sides
+    )
 
 
 # Folders
@@ -239,7 +258,7 @@ def _has_shards(path: str, file: str) -> bool:
 
 def _open_folder(kind: Kind, folder: Folder, policy: Policy) -> Foreign:
     metadata: dict[str, str] = {}
-    verify: Callable[[], None] | None = None
+    verify: Callable[[], int] | None = None
     tree: Any
     if kind is Kind.DCP:
         dcp = DcpFolder(folder)
@@ -251,24 +270,34 @@ def _open_folder(kind: Kind, folder: Folder, policy: Policy) -> Foreign:
         torch = kind is Kind.TORCH_FOLDER
         tree, metadata = _read_model_folder(folder, torch)
     settled = settle(tree, policy, folder.name)
-    return Foreign(kind, folder.name, settled, metadata=metadata, verify=verify, close=folder.close)
+    return Foreign(
+        kind,
+        folder.name,
+        settled,
+        metadata=metadata,
+        verify=verify,
+        close=folder.close,
+        sides=partial(find_sides, folder),
+    )
 
 
 def _read_model_folder(folder: Folder, torch: bool) -> tuple[Any, dict[str, str]]:
     """Read a model as Hugging Face lays it out: one file, or several with an index."""
     index = _INDEXES[torch]
     if index not in folder.names():
-        return _read_model(folder.file(_TORCH_SINGLE if torch else _SINGLE))
+        tree, found = _read_model(folder.file(_TORCH_SINGLE if torch else _SINGLE))
+        return tied(tree, [found]) if isinstance(tree, dict) else (tree, found)
     source = folder.file(index)
     weight_map = read_index(source)
     trees: dict[str, dict[str, Any]] = {}
-    metadata: dict[str, str] = {}
+    metadata: list[dict[str, str]] = []
     for file in dict.fromkeys(weight_map.values()):
         tree, found = _read_model(folder.file(file))
         if not isinstance(tree, dict):
             raise fault("index_malformed", source.name, f"{file} is no state dict")
-        trees[file], metadata = tree, metadata | found
-    return read_indexed(source.name, weight_map, trees), metadata
+        trees[file] = tree
+        metadata.append(found)
+    return tied(read_indexed(source.name, weight_map, trees), metadata)
 
 
 def _read_model(source: Bytes) -> tuple[Any, dict[str, str]]:

@@ -21,7 +21,7 @@ from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.values import Scalar
 from dsdformat.limits import INT63_MAX, NDIM_MAX
 
-__all__ = ["NUMPY_NAMES", "NumpyDtype", "array_of", "parse_typestr"]
+__all__ = ["NUMPY_NAMES", "NumpyDtype", "array_of", "parse_typestr", "typestr_of"]
 
 # fmt: off
 _TYPES = {
@@ -30,6 +30,7 @@ _TYPES = {
     "i8": "int64", "u1": "uint8", "u2": "uint16", "u4": "uint32", "u8": "uint64",
 }
 # fmt: on
+_TYPESTRS = {name: text for text, name in _TYPES.items()}
 _ML_DTYPES = {
     name
     for name in DTYPES
@@ -59,6 +60,11 @@ def parse_typestr(text: str) -> NumpyDtype | None:
     if name is None:
         return None
     return NumpyDtype(name, text.startswith(">") and DTYPES[name].itemsize > 1)
+
+
+def typestr_of(dtype: str) -> str | None:
+    """Return what numpy calls a dtype of its own; None for those of ml_dtypes."""
+    return _TYPESTRS.get(dtype)
 
 
 def array_of(dtype: NumpyDtype, shape: tuple[int, ...], data: Any, order: str) -> ForeignTensor:

@@ -18,6 +18,7 @@ from dsdformat.convert.safetensors_header import HeaderEntry, parse_json, read_h
 from dsdformat.convert.tensor import ForeignTensor, Part, View, packed_strides
 from dsdformat.errors import printable
 from dsdformat.limits import CUT_DIMS_MAX
+from dsdformat.modelfiles import TIES_KEY, parse_ties
 
 __all__ = [
     "INDEX_SUFFIX",
@@ -26,6 +27,7 @@ __all__ = [
     "read_indexed",
     "read_safetensors",
     "read_sharded",
+    "tied",
 ]
 
 INDEX_SUFFIX = ".index.json"
@@ -45,6 +47,26 @@ def read_safetensors(source: Bytes) -> tuple[dict[str, Any], dict[str, str]]:
     header = read_header(source)
     tree = {name: _leaf(source, entry) for name, entry in header.entries.items()}
     return tree, header.metadata
+
+
+def tied(
+    tree: dict[str, Any], metadata: Iterable[Mapping[str, str]]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return tensors with the names that were left out of files, and free strings without these.
+
+    Args:
+        tree: Tensors by name.
+        metadata: Free strings of each file. Where they name what is not there, they mean nothing.
+    """
+    named = dict(tree)
+    rest: dict[str, str] = {}
+    for strings in metadata:
+        rest.update(strings)
+        for name, kept in parse_ties(strings).items():
+            if kept in tree:
+                named.setdefault(name, tree[kept])
+    rest.pop(TIES_KEY, None)
+    return named, rest
 
 
 def _leaf(source: Bytes, entry: HeaderEntry) -> Any:

@@ -17,7 +17,14 @@ from dsdformat.convert.pickles.resolving import Unknown, renamed
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import INT63_MAX
 
-__all__ = ["Storage", "StorageId", "itemsize_of", "parse_storage_id", "torch_dtype_name"]
+__all__ = [
+    "Storage",
+    "StorageId",
+    "itemsize_of",
+    "parse_storage_id",
+    "storage_type_of",
+    "torch_dtype_name",
+]
 
 # fmt: off
 _TYPES = {
@@ -38,6 +45,7 @@ _ALIASES = {
     "short": "int16", "cfloat": "complex64", "cdouble": "complex128", "chalf": "complex32",
 }
 # fmt: on
+_TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items() if name != "UntypedStorage"}
 _MODULES = ("torch", "torch.storage", "torch.cuda")
 _ONLY_NUMPY = {
     *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz"),
@@ -49,6 +57,11 @@ def torch_dtype_name(name: str) -> str | None:
     """Return the name of a dtype of torch, or None if torch has none of this name."""
     name = _ALIASES.get(name, name)
     return name if name in _ODD or (name in DTYPES and name not in _ONLY_NUMPY) else None
+
+
+def storage_type_of(dtype: str) -> str | None:
+    """Return the class of storages of a dtype; None for newer ones, whose storages are of bytes."""
+    return _TYPE_NAMES.get(dtype)
 
 
 def itemsize_of(dtype: str) -> int:

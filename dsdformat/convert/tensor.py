@@ -91,6 +91,19 @@ class ForeignTensor:
         """Length of the packed bytes."""
         return whole(self.shape).numel * self.itemsize
 
+    @property
+    def identity(self) -> int:
+        """What is equal for tied tensors, also if their hints differ."""
+        return id(self.parts)
+
+    def is_packed(self) -> bool:
+        """Whether each part is row-major as it lies."""
+        return all(part.open().strides == packed_strides(part.box.shape) for part in self.parts)
+
+    def tiles(self) -> list[Box]:
+        """Return the boxes of the parts."""
+        return [part.box for part in self.parts]
+
     def read(self, box: Box | None = None, *, into: Any = None) -> memoryview:
         """Read one box as packed row-major little-endian bytes.
 

@@ -29,7 +29,7 @@ from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.values import Named, Size
 from dsdformat.limits import AMPLIFICATION_FREE, AMPLIFICATION_MAX, INT63_MAX, NDIM_MAX
 
-__all__ = ["TorchNames"]
+__all__ = ["COMPRESSED", "TorchNames"]
 
 _PLAIN_TYPES = {
     ("torch", "Tensor"),
@@ -37,7 +37,7 @@ _PLAIN_TYPES = {
     ("torch.nn.parameter", "Parameter"),
     ("torch.nn.parameter", "Buffer"),
 }
-_COMPRESSED = {
+COMPRESSED = {
     "sparse_csr": ("crow_indices", "col_indices"),
     "sparse_bsr": ("crow_indices", "col_indices"),
     "sparse_csc": ("ccol_indices", "row_indices"),
@@ -285,8 +285,8 @@ def _sparse(made: Made, layout: Any, data: Any) -> Any:
     if layout.name == "sparse_coo" and len(data) in (3, 4):
         coalesced = data[3] if len(data) == 4 else False
         parts = dict(zip(names, data, strict=False)) | {"coalesced": bool(coalesced)}
-    elif layout.name in _COMPRESSED and len(data) == 4:
-        names = (*_COMPRESSED[layout.name], "values", "size")
+    elif layout.name in COMPRESSED and len(data) == 4:
+        names = (*COMPRESSED[layout.name], "values", "size")
         parts = dict(zip(names, data, strict=True))
     else:
         raise ValueFault("arguments that are no sparse tensor's")

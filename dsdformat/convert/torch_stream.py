@@ -21,10 +21,10 @@ from dsdformat.convert.torch_names import TorchNames
 from dsdformat.errors import ConvertError, printable
 from dsdformat.limits import KIB
 
-__all__ = ["is_torch_stream", "read_torch_stream"]
+__all__ = ["MAGIC", "VERSION", "is_torch_stream", "read_torch_stream"]
 
-_MAGIC = 0x1950A86A20F9469CFC6C
-_VERSION = 1001
+MAGIC = 0x1950A86A20F9469CFC6C
+VERSION = 1001
 _SMALL_NBYTES = 64 * KIB
 _SMALL_MEMORY = 256 * KIB
 
@@ -33,7 +33,7 @@ def is_torch_stream(source: Bytes) -> bool:
     """Whether a file begins with the magic number, in whatever protocol."""
     head = Window(source, 0, min(_SMALL_NBYTES, source.nbytes))
     try:
-        return bool(parse_pickle(head, memory_max=_SMALL_MEMORY).root == _MAGIC)
+        return bool(parse_pickle(head, memory_max=_SMALL_MEMORY).root == MAGIC)
     except ConvertError:
         return False
 
@@ -67,7 +67,7 @@ class _Reader:
         source = self.source
         magic = parse_pickle(source, memory_max=_SMALL_MEMORY)
         version = parse_pickle(source, magic.end, memory_max=_SMALL_MEMORY)
-        if magic.root != _MAGIC or version.root != _VERSION:
+        if magic.root != MAGIC or version.root != VERSION:
             self.bad("does not begin with the magic number and version 1001")
         system = parse_pickle(source, version.end, memory_max=_SMALL_MEMORY)
         parsed = parse_pickle(source, system.end)

@@ -20,45 +20,109 @@ from pathlib import Path
 from types import ModuleType
 
 from dsdformat.errors import ArgumentError, StorageError
-from dsdformat.limits import MANIFEST_LABEL
 from dsdformat.storage.base import Buffer
+from dsdformat.storage.guards import Guard, no_checkpoint
 from dsdformat.storage.local import replaced_path, storage_errors
 
-__all__ = ["JoinedTarget", "LocalTarget", "locks", "make_partial"]
+__all__ = ["FileSink", "FileTarget", "JoinedTarget", "LocalTarget", "locks", "make_partial"]
 
 PIECES_MAX = 1024  # IOV_MAX of Linux
 _EXCHANGE, _AT_FDCWD = 2, -100
 _STALE_SECONDS = 24 * 3600
 
 
-class LocalTarget:
-    """A folder that is made beside its final name."""
+class _Staged:
+    """Something that is made in a folder beside its final name, which this process has locked."""
 
-    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Check the final name, clean up after writers that died, and begin.
-
-        Raises:
-            StorageError: `already_exists`, `not_replaceable` or `io_error`.
-        """
+    def __init__(self, path: str | os.PathLike[str], overwrite: bool, guard: Guard) -> None:
         if "\0" in os.fspath(path):
             raise ArgumentError("a path cannot hold a NUL", code="bad_argument")
         self._path = Path(os.path.realpath(path))
         self._overwrite = overwrite
+        self._guard = guard
         self._published = False
         with storage_errors(self._path):
             _make_folders(self._path.parent)
-            _clean(self._path)
+            _clean(self._path, guard)
             self._check_replaceable()
             self.staging, self._lock = make_partial(self._path)
 
     @property
     def name(self) -> str:
-        """How messages call the final folder."""
+        """How messages call what is made."""
         return str(self._path)
 
     def create(self, label: str) -> FileSink:
         """Begin a new file in the folder."""
         return FileSink(self.staging / label)
+
+    def abort(self) -> None:
+        """Remove what was written; do nothing once it is visible."""
+        if not self._published:
+            shutil.rmtree(self.staging, ignore_errors=True)
+        self._unlock()
+
+    def _check_replaceable(self) -> None:
+        path = self._path
+        if not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir())):
+            return
+        fault = self._guard(path)
+        if fault is not None:
+            raise StorageError(
+                f"{path} exists and {fault}; it is never replaced",
+                code="not_replaceable",
+                hint="choose another path, or remove it first",
+            )
+        if not self._overwrite:
+            raise StorageError(
+                f"{path} exists",
+                code="already_exists",
+                hint="pass overwrite=True to replace it once the new one is complete",
+            )
+
+    def _publish(self, staged: Path) -> None:
+        """Give what was made its name, in one step."""
+        self._check_replaceable()
+        old = None
+        if staged.is_dir() and self._path.is_dir() and any(self._path.iterdir()):
+            old = _replace(self._path, staged)
+        elif staged.is_dir() or self._overwrite:
+            os.rename(staged, self._path)
+        else:
+            _rename_new(staged, self._path)
+        self._published = True
+        _sync_folder(self._path.parent)
+        self._unlock()
+        if old is not None:  # it goes only after the new name is on the disk
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+class LocalTarget(_Staged):
+    """A folder that is made beside its final name."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        guard: Guard | None = None,
+    ) -> None:
+        """Check the final name, clean up after writers that died, and begin.
+
+        Args:
+            path: The final name.
+            overwrite: Whether to replace what is there, once the new folder is complete.
+            guard: Says what may be replaced; checkpoints of ours if None.
+
+        Raises:
+            StorageError: `already_exists`, `not_replaceable` or `io_error`.
+        """
+        super().__init__(path, overwrite, guard or no_checkpoint)
 
     def commit(self) -> None:
         """Make the checkpoint exist under its name, in one step.
@@ -68,48 +132,34 @@ class LocalTarget:
         """
         with storage_errors(self._path):
             _sync_folder(self.staging)
-            self._check_replaceable()
-            old = None
-            if self._holds_checkpoint():
-                old = _replace(self._path, self.staging)
-            else:
-                os.rename(self.staging, self._path)
-            self._published = True
-            _sync_folder(self._path.parent)
-            self._unlock()
-            if old is not None:  # it goes only after the new name is on the disk
-                shutil.rmtree(old, ignore_errors=True)
+            self._publish(self.staging)
 
-    def abort(self) -> None:
-        """Remove what was written; do nothing once it is visible."""
-        if not self._published:
+
+class FileTarget(_Staged):
+    """One file that is made beside its final name."""
+
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """As `LocalTarget`; only a regular file is replaced."""
+        super().__init__(path, overwrite, _no_file)
+
+    @property
+    def label(self) -> str:
+        """Name of the file."""
+        return self._path.name
+
+    def sink(self) -> FileSink:
+        """Begin the file."""
+        return self.create(self.label)
+
+    def commit(self) -> None:
+        """Make the file exist under its name, in one step; see `LocalTarget.commit`."""
+        with storage_errors(self._path):
+            self._publish(self.staging / self.label)
             shutil.rmtree(self.staging, ignore_errors=True)
-        self._unlock()
 
-    def _holds_checkpoint(self) -> bool:
-        return (self._path / MANIFEST_LABEL).exists()
 
-    def _check_replaceable(self) -> None:
-        path = self._path
-        if not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir())):
-            return
-        if not path.is_dir() or not self._holds_checkpoint():
-            raise StorageError(
-                f"{path} exists and is not a checkpoint; it is never replaced",
-                code="not_replaceable",
-                hint="save to another path, or remove it first",
-            )
-        if not self._overwrite:
-            raise StorageError(
-                f"{path} exists",
-                code="already_exists",
-                hint="pass overwrite=True to replace it once the new checkpoint is complete",
-            )
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+def _no_file(path: Path) -> str | None:
+    return None if path.is_file() else "is not a file"
 
 
 class JoinedTarget:
@@ -132,6 +182,10 @@ class JoinedTarget:
         """Begin a new file in the folder."""
         return FileSink(self._staging / label)
 
+    def join(self, label: str) -> FileSink:
+        """Write into a file that the coordinator has begun."""
+        return FileSink(self._staging / label, new=False)
+
     def commit(self) -> None:
         """Do nothing: the coordinator commits."""
 
@@ -140,12 +194,12 @@ class JoinedTarget:
 
 
 class FileSink:
-    """A new file on a file system."""
+    """A new file on a file system, or one that another process has begun."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, new: bool = True) -> None:
         self._path = path
         self._position = threading.Lock()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        flags = os.O_WRONLY | (os.O_CREAT | os.O_EXCL if new else 0)
         flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         with storage_errors(path):
             self._fd = os.open(path, flags, 0o666)
@@ -156,6 +210,11 @@ class FileSink:
         with storage_errors(self._path):
             for at in range(0, len(views), PIECES_MAX):
                 byte_offset = self._write(byte_offset, views[at : at + PIECES_MAX])
+
+    def resize(self, nbytes: int) -> None:
+        """Give the file a length; what was not written is zeros."""
+        with storage_errors(self._path):
+            os.ftruncate(self._fd, nbytes)
 
     def close(self) -> None:
         """Make the file durable and close it."""
@@ -214,11 +273,11 @@ def make_partial(path: Path) -> tuple[Path, int | None]:
             continue  # another writer took it for a leftover, between mkdir and the lock
 
 
-def _clean(path: Path) -> None:
+def _clean(path: Path, guard: Guard) -> None:
     """Remove what writers to this path left that died, and undo half a replacement."""
     replaced = replaced_path(path)
     if replaced.is_dir():
-        if (path / MANIFEST_LABEL).exists():
+        if path.is_dir() and guard(path) is None:
             _sync_folder(path.parent)
             shutil.rmtree(replaced, ignore_errors=True)
         elif not os.path.lexists(path):
@@ -287,6 +346,16 @@ def _replace(path: Path, staging: Path) -> Path:
         os.rename(replaced, path)
         raise
     return replaced
+
+
+def _rename_new(staged: Path, path: Path) -> None:
+    """Give a file a name that nothing has; by a link, since a rename would replace a file."""
+    try:
+        os.link(staged, path)
+    except FileExistsError:
+        raise StorageError(f"{path} exists", code="already_exists") from None
+    except OSError:  # a file system without links
+        os.rename(staged, path)
 
 
 def _exchange(a: Path, b: Path) -> bool:

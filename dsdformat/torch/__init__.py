@@ -12,6 +12,7 @@ from __future__ import annotations
 from dsdformat.torch.background import Background, SaveHandle, free_staging
 from dsdformat.torch.broadcast import broadcast
 from dsdformat.torch.distribute import distribute
+from dsdformat.torch.export import export_safetensors
 from dsdformat.torch.flatten import FlattenParams, consolidate
 from dsdformat.torch.gather import gather
 from dsdformat.torch.load import load, load_model
@@ -36,6 +37,7 @@ __all__ = [
     "broadcast",
     "consolidate",
     "distribute",
+    "export_safetensors",
     "free_staging",
     "gather",
     "load",

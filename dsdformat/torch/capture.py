@@ -18,6 +18,7 @@ from dsdformat.format.paths import emit_name, render_path
 from dsdformat.format.values import encoded_key
 from dsdformat.limits import DEPTH_MAX
 from dsdformat.torch.fsdp1 import find_units
+from dsdformat.torch.fsdp2 import shown_as_shards
 from dsdformat.torch.introspect import (
     Kind,
     as_mapping,
@@ -26,7 +27,7 @@ from dsdformat.torch.introspect import (
     kind_of,
 )
 from dsdformat.torch.live_model import LiveModel
-from dsdformat.torch.names import Namer
+from dsdformat.torch.names import Namer, modules_in
 from dsdformat.torch.optim import capture_optimizers
 from dsdformat.torch.stored import find_items
 
@@ -45,7 +46,8 @@ def capture(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     state = dict(as_mapping(state))
     check_acyclic(state)
-    plain: dict[str, Any] = _Capture(state).walk_items(state, ())
+    with shown_as_shards(modules_in(state)):
+        plain: dict[str, Any] = _Capture(state).walk_items(state, ())
     check_acyclic(plain)
     _check_data(plain)
     return plain

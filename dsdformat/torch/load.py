@@ -13,6 +13,8 @@ from torch import nn
 from dsdformat.errors import DsdError
 from dsdformat.folders import PathLike
 from dsdformat.reader import Checkpoint
+from dsdformat.renaming import renamed
+from dsdformat.selection import Rename
 from dsdformat.torch.background import open_settled
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.comm import Comm
@@ -24,7 +26,6 @@ from dsdformat.torch.per_rank import chosen
 from dsdformat.torch.recipes import RECIPES, Recipe, build, find_recipe
 from dsdformat.torch.report import Loaded
 from dsdformat.torch.rng import rng_state, set_rng_state
-from dsdformat.torch.selection import Rename
 from dsdformat.torch.stored import (
     Composite,
     Path,
@@ -34,7 +35,6 @@ from dsdformat.torch.stored import (
     names_of,
     pruned,
     read_tree,
-    renamed,
 )
 
 __all__ = ["load", "load_model"]

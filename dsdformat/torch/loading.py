@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsdformat.reader import Checkpoint
+from dsdformat.renaming import Moved
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.fsdp1 import reshard
+from dsdformat.torch.fsdp2 import reshard_fsdp2, shown_as_shards
 from dsdformat.torch.introspect import Kind, holds_leaves, kind_of
 from dsdformat.torch.memory import Memory
 from dsdformat.torch.moves import fill
-from dsdformat.torch.names import Namer
+from dsdformat.torch.names import Namer, modules_in
 from dsdformat.torch.options import LoadOptions
 from dsdformat.torch.place_modules import place_modules
 from dsdformat.torch.place_optim import place_optimizers
@@ -22,7 +24,6 @@ from dsdformat.torch.report import Loaded
 from dsdformat.torch.sources import numpy_side
 from dsdformat.torch.stored import (
     ABSENT,
-    Moved,
     Path,
     Stored,
     as_array,
@@ -90,11 +91,17 @@ class Loading:
         selected = not options.selection.everything
         self._names = [display(path) for path, _ in leaves(tree)] if selected else []
         state = dict(state)
-        self._namer = Namer(state)
-        taken = Memory(state)
+        self._modules = modules_in(state)
+        with shown_as_shards(self._modules):
+            self._compare(state, tree)
+
+    def _compare(self, state: dict[str, Any], tree: dict[str, Any]) -> None:
+        """Plan what is read into what, and note what does not fit."""
+        options = self._options
         self._tasks: dict[Kind, list[_Task]] = {kind: [] for kinds in _ORDER for kind in kinds}
+        self._namer = Namer(state)
         builder = Builder(
-            checkpoint,
+            self._checkpoint,
             mmap=options.mmap,
             types=options.types,
             form=lambda name: Form(None, options.device(name)),
@@ -106,7 +113,7 @@ class Loading:
             dtype=options.dtype,
             device=options.device,
             strict=options.strict,
-            memory=taken,
+            memory=Memory(state),
         )
         self._rest = self._walk_dict(state, tree, ())
         for kinds in _ORDER:
@@ -128,14 +135,13 @@ class Loading:
         self.plan.report.check(self._options.strict)
 
     def prepare(self) -> None:
-        """Let go of flat parameters of FSDP1 that are gathered at the moment.
+        """Let go of parameters of FSDP1 and FSDP2 that are gathered at the moment.
 
-        Ranks: collective over their process groups, if there are any.
+        Ranks: collective over the process groups of FSDP1, if there are any.
         """
-        for kind in (Kind.MODULE, Kind.MODULES):
-            for task in self._tasks[kind]:
-                for module in [task.live] if kind is Kind.MODULE else task.live:
-                    reshard(module)
+        for module in self._modules:
+            reshard(module)
+            reshard_fsdp2(module)
 
     def run(self) -> Loaded:
         """Read what was checked, and put everything in its place.

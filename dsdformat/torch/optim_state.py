@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dsdformat.errors import MismatchError, listed
+from dsdformat.selection import Selection
 from dsdformat.torch import dotted
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.fills import Fills
@@ -28,7 +29,6 @@ from dsdformat.torch.optim import GROUPS, STATE, capture_optimizers, entries_of
 from dsdformat.torch.place_optim import place_optimizers
 from dsdformat.torch.placing import Plan
 from dsdformat.torch.redistribute import has_no_data, must_move
-from dsdformat.torch.selection import Selection
 from dsdformat.torch.sharding import is_spread, is_tensor, local_of
 from dsdformat.torch.slots import initial_state
 from dsdformat.torch.stored import Path

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dsdformat.errors import ArgumentError, shorten
+from dsdformat.selection import Rename, Renames, Selection, by_name
 from dsdformat.torch.composites import type_name
-from dsdformat.torch.selection import Rename, Renames, Selection, by_name
 
 __all__ = ["ByName", "Device", "LoadOptions", "as_device"]
 

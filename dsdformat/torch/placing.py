@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dsdformat.errors import shorten
+from dsdformat.selection import Selection
 from dsdformat.torch.buffers import as_bits, empty, memory_order, overlaps_itself
 from dsdformat.torch.builder import Builder, Form, stored_dtype
 from dsdformat.torch.comm import global_rank
@@ -22,7 +23,6 @@ from dsdformat.torch.memory import Memory
 from dsdformat.torch.moves import Move, can_cast
 from dsdformat.torch.redistribute import materialized
 from dsdformat.torch.report import Cast, LoadReport, Mismatch
-from dsdformat.torch.selection import Selection
 from dsdformat.torch.sharding import held_view, is_dtensor, is_spread, local_of, sharding_of
 from dsdformat.torch.stored import Composite, Path, Stored, describe, display, leaves
 

@@ -37,7 +37,7 @@ from dsdformat.torch.sharding import (
 from dsdformat.torch.sources import ORDER, Adapter, tensor_identity
 from dsdformat.torch.stored import leaves
 
-__all__ = ["RankAdapter", "named_tensors_of"]
+__all__ = ["RankAdapter", "has_boxes", "identity_of", "named_tensors_of", "plan_boxes"]
 
 Path = tuple[Any, ...]
 
@@ -46,8 +46,8 @@ def named_tensors_of(plain: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """List the tensors of a captured state that boxes are written of, each once, by name."""
     found: dict[Any, tuple[str, Any]] = {}
     named = ((emit_name(path, encoded_key), leaf) for path, leaf in leaves(plain))
-    for name, leaf in sorted(((n, one) for n, one in named if _has_boxes(one)), key=_first):
-        found.setdefault(_identity(leaf), (name, leaf))
+    for name, leaf in sorted(((n, one) for n, one in named if has_boxes(one)), key=_first):
+        found.setdefault(identity_of(leaf), (name, leaf))
     return list(found.values())
 
 
@@ -55,7 +55,8 @@ def _first(pair: tuple[str, Any]) -> str:
     return pair[0]
 
 
-def _has_boxes(leaf: Any) -> bool:
+def has_boxes(leaf: Any) -> bool:
+    """Whether a leaf is a tensor that boxes are written of: strided, with data."""
     if is_spread(leaf):
         return True
     if not is_tensor(leaf) or leaf.is_meta or refusal(leaf) is not None:
@@ -63,7 +64,7 @@ def _has_boxes(leaf: Any) -> bool:
     return find_kind(leaf) is None and logical_dtype(leaf.dtype) is not None
 
 
-def _identity(tensor: Any) -> Any:
+def identity_of(tensor: Any) -> Any:
     """Return what is equal for tied tensors."""
     return (
         id(tensor) if isinstance(tensor, FlatShard) else tensor_identity(local_of(tensor), tensor)
@@ -94,13 +95,9 @@ class RankAdapter(Adapter):
         super().__init__()
         self._comm = comm
         self._arrays = arrays
-        families = _families(comm, tensors)
-        spreads = [
-            (_sharding(comm, name, one, holders, families), _width(one)) for name, one in tensors
-        ]
-        plans = plan_save(spreads, comm.ranks[comm.rank])
+        plans = plan_boxes(comm, tensors, holders)
         self._planned = {
-            _identity(one): (one, plan) for (_, one), plan in zip(tensors, plans, strict=True)
+            identity_of(one): (one, plan) for (_, one), plan in zip(tensors, plans, strict=True)
         }
 
     def __call__(self, value: Any, place: Sequence[Any]) -> Any:
@@ -112,7 +109,7 @@ class RankAdapter(Adapter):
         return made
 
     def _reference(self, tensor: Any) -> Reference:
-        identity = _identity(tensor)
+        identity = identity_of(tensor)
         source = self._sources.get(identity)
         if source is None:
             one, plan = self._planned[identity]
@@ -138,8 +135,27 @@ class RankAdapter(Adapter):
         return self._sources[key]
 
 
+def plan_boxes(
+    comm: Comm, tensors: Sequence[tuple[str, Any]], holders: Holders
+) -> list[list[Held]]:
+    """Choose which boxes of each tensor this rank writes; all ranks together write each once.
+
+    Args:
+        comm: The ranks that write together.
+        tensors: Names and tensors, in the order of all ranks.
+        holders: Which ranks have what.
+
+    Ranks: collective over the group.
+    """
+    families = _families(comm, tensors)
+    spreads = [
+        (_sharding(comm, name, one, holders, families), _width(one)) for name, one in tensors
+    ]
+    return plan_save(spreads, comm.ranks[comm.rank])
+
+
 def _identity_or_none(value: Any) -> Any:
-    return _identity(value) if _has_boxes(value) else None
+    return identity_of(value) if has_boxes(value) else None
 
 
 def _families(
@@ -226,7 +242,7 @@ def _width(tensor: Any) -> int:
 def _source(comm: Comm, tensor: Any, plan: Sequence[Held]) -> TensorSource:
     local = local_of(tensor)
     name = logical_dtype(local.dtype)
-    assert name is not None  # `_has_boxes` has looked
+    assert name is not None  # `has_boxes` has looked
     shape = tuple(tensor.shape)
     chunks = list(_chunks(local, shape, plan))
     return TensorSource(name, shape, chunks, layout=_layout(comm, tensor))
@@ -259,5 +275,5 @@ def arrays_of(comm: Comm, plain: Mapping[str, Any], holders: Holders) -> dict[Pa
     return {
         path: holders.of(emit_name(path, encoded_key))[0] == comm.rank
         for path, leaf in leaves(plain)
-        if is_array(leaf) or (is_tensor(leaf) and not _has_boxes(leaf))
+        if is_array(leaf) or (is_tensor(leaf) and not has_boxes(leaf))
     }

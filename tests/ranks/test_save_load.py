@@ -16,6 +16,7 @@ import dsdformat.torch as dsd
 from dsdformat.errors import DistributedError, DsdError, MismatchError, RankDisagreementError
 from dsdformat.torch.state_dict import get_state_dict, set_state_dict
 from tests.ranks.counting import watched
+from tests.ranks.folders import shared
 from tests.ranks.layouts import (
     LAYOUTS,
     OPTIMIZERS,
@@ -81,18 +82,22 @@ def saved(launcher, tmp_path_factory) -> dict[str, Path]:
     """A checkpoint of each layout."""
     from tests.ranks.launching import Call, Launch
 
-    folder = tmp_path_factory.mktemp("saved")
+    folder, made = tmp_path_factory.mktemp("saved"), {}
     for layout in SOURCES:
         call = Call(__name__, "save_layout", (layout, str(folder / layout)))
         launch = Launch((call,), world_of(layout), tmp_path_factory.mktemp("launch"))
         (outcome,) = launcher.run(launch)
         assert outcome.failure is None, f"{layout}: {outcome.failure}"
-        assert len(set(outcome.values)) == 1  # the root digest, on all ranks
-    return {layout: folder / layout for layout in SOURCES}
+        if outcome.skipped is None:  # as for the oldest torch
+            assert len(set(outcome.values)) == 1  # the root digest, on all ranks
+            made[layout] = folder / layout
+    return made
 
 
 @pytest.mark.parametrize("layout", SOURCES)
 def test_what_ranks_write_is_an_ordinary_checkpoint(saved, layout):
+    if layout not in saved:
+        pytest.skip("this torch cannot make such a model")
     path = saved[layout]
     assert dsdformat.verify(path).ok
     state = dsd.load(path)
@@ -279,14 +284,6 @@ def test_values_that_differ_are_told_before_anything_is_written():
     with pytest.raises(RankDisagreementError, match=r"(?s)step differs.*PerRank"):
         dsd.save(path, {"step": distributed.get_rank(), "same": 1})
     assert not Path(path).exists()
-
-
-def shared(name: str) -> str:
-    """A path that all ranks have, in the folder of the launch."""
-    store = distributed.distributed_c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return str(Path(store.path).parent / name)
 
 
 @pytest.mark.ranks(2)

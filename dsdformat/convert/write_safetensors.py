@@ -1,0 +1,163 @@
+"""Write safetensors: one file, or a folder of several with an index, as Hugging Face has models.
+
+Both hold tensors by name and free strings, nothing else: a state of sections, or with values, is
+refused unless the caller chose what to take of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
+
+from dsdformat.convert.copying import Copy, copy_tensors
+from dsdformat.convert.flat import flat_tensors
+from dsdformat.convert.foreign import AnyTensor, Foreign
+from dsdformat.convert.outputs import Job, Written, folder_guard, write_sides
+from dsdformat.errors import ArgumentError, shorten
+from dsdformat.modelfiles import (
+    HF_METADATA,
+    INDEX_LABEL,
+    MAX_SHARD_NBYTES,
+    TIES_KEY,
+    FileTensor,
+    ModelFile,
+    Ties,
+    by_use,
+    index_json,
+    parse_size,
+    plan_file,
+    plan_files,
+)
+from dsdformat.storage.base import Sink
+from dsdformat.storage.target import FileTarget, LocalTarget
+
+__all__ = ["write_huggingface", "write_safetensors"]
+
+
+def write_safetensors(job: Job, *, ties: Ties = "drop") -> Written:
+    """Write one file.
+
+    Args:
+        job: What to write.
+        ties: What becomes of further names of a tied tensor: `drop` writes it once and records
+            the names in `__metadata__`, `duplicate` writes it under each.
+
+    Raises:
+        UnsupportedValueError: the file cannot hold something; nothing was written.
+        StorageError: `already_exists`, `not_replaceable`, or the medium failed.
+    """
+    tensors = flat_tensors(job.opened, "a safetensors file")
+    label = os.path.basename(job.path)
+    plan = plan_file(_planned(tensors, ties), _metadata(job.opened), label)
+    target = FileTarget(job.path, overwrite=job.overwrite)
+    with _undone(target):
+        sink = target.sink()
+        _write_files(job, [plan], [sink], tensors)
+        target.commit()
+    return _written([plan], ())
+
+
+def write_huggingface(
+    job: Job, *, ties: Ties = "drop", max_shard_bytes: int | str = MAX_SHARD_NBYTES
+) -> Written:
+    """Write a folder: `model.safetensors`, or several files and their index.
+
+    Args:
+        job: What to write.
+        ties: As in `write_safetensors`.
+        max_shard_bytes: How many bytes of tensors a file holds at most, unless one alone is
+            longer; a number, or text such as `5GB`.
+
+    Raises:
+        UnsupportedValueError: files cannot hold something; nothing was written.
+        StorageError: `already_exists`, `not_replaceable`, or the medium failed.
+    """
+    most = parse_size(max_shard_bytes)
+    tensors = flat_tensors(job.opened, "a folder of safetensors files")
+    plans = plan_files(_planned(tensors, ties), _metadata(job.opened), most)
+    index = index_json(plans)
+    names = [plan.label for plan in plans] + ([INDEX_LABEL] if index else [])
+    sides = {name: source for name, source in job.sides.items() if name not in names}
+    guard = folder_guard([*names, *sides])
+    target = LocalTarget(job.path, overwrite=job.overwrite, guard=guard)
+    with _undone(target):
+        sinks = [target.create(plan.label) for plan in plans]
+        _write_files(job, plans, sinks, tensors)
+        if index:
+            _write_whole(target.create(INDEX_LABEL), index)
+        write_sides(target, sides)
+        target.commit()
+    return _written(plans, (*names[len(plans) :], *sides))
+
+
+@contextlib.contextmanager
+def _undone(target: FileTarget | LocalTarget) -> Iterator[None]:
+    """Remove what was written if it does not come to an end."""
+    try:
+        yield
+    except BaseException:
+        target.abort()
+        raise
+
+
+def _planned(tensors: Mapping[str, AnyTensor], ties: Ties) -> list[FileTensor]:
+    if ties not in get_args(Ties):
+        raise ArgumentError(
+            f"ties={shorten(ties)} is neither 'drop' nor 'duplicate'", code="bad_argument"
+        )
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(tensor.identity, []).append(name)
+    if ties == "duplicate":
+        return [FileTensor(name, one.dtype, one.shape) for name, one in tensors.items()]
+    planned = []
+    for tied in map(by_use, names.values()):
+        one = tensors[tied[0]]
+        planned.append(FileTensor(tied[0], one.dtype, one.shape, tuple(tied[1:])))
+    return planned
+
+
+def _metadata(opened: Foreign) -> dict[str, str]:
+    kept = {key: text for key, text in opened.metadata.items() if key != TIES_KEY}
+    return {**HF_METADATA, **kept}
+
+
+def _write_files(
+    job: Job, plans: Sequence[ModelFile], sinks: Sequence[Sink], tensors: Mapping[str, AnyTensor]
+) -> None:
+    """Write the files, and make them durable."""
+    job.meter.total = sum(plan.nbytes - len(plan.header) for plan in plans)
+    try:
+        for plan, sink in zip(plans, sinks, strict=True):
+            sink.write_at(0, [plan.header])
+        copies = (
+            Copy(tensors[name], sink, byte_offset)
+            for plan, sink in zip(plans, sinks, strict=True)
+            for name, byte_offset in plan.places.items()
+        )
+        copy_tensors(copies, job.meter, job.threads)
+    except BaseException:
+        for sink in sinks:
+            sink.discard()
+        raise
+    for sink in sinks:
+        sink.close()
+
+
+def _write_whole(sink: Sink, data: bytes) -> None:
+    try:
+        sink.write_at(0, [data])
+    except BaseException:
+        sink.discard()
+        raise
+    sink.close()
+
+
+def _written(plans: Sequence[ModelFile], more: Sequence[str]) -> Written:
+    return Written(
+        sum(len(plan.places) for plan in plans),
+        sum(plan.nbytes - len(plan.header) for plan in plans),
+        (*(plan.label for plan in plans), *more),
+    )

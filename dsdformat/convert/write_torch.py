@@ -1,0 +1,91 @@
+"""Write files of `torch.save`, in the zip form and in the stream form of old versions.
+
+What is written holds no code to run: `torch.load(weights_only=True)` reads it, unless
+`weights_only=False` allows the other values of the format too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from dsdformat.convert.outputs import Job, Written
+from dsdformat.convert.torch_plans import TorchPlan
+from dsdformat.errors import ArgumentError, shorten
+from dsdformat.storage.target import FileSink, FileTarget
+
+__all__ = ["SinkWriter", "TorchForm", "write_torch"]
+
+TorchForm = Literal["zip", "stream"]
+_FORMS = ("zip", "stream")
+
+
+def write_torch(job: Job, *, weights_only: bool = True, form: TorchForm = "zip") -> Written:
+    """Write a file of `torch.save`.
+
+    Tied tensors share a storage, and tensors keep the order of their dims in memory.
+
+    Args:
+        job: What to write, and where.
+        weights_only: Whether to refuse what `torch.load(weights_only=True)` does not read, as
+            arrays of numpy and dates.
+        form: `zip`, or `stream` as torch before 1.6 has it, which `mmap=True` does not read.
+
+    Raises:
+        UnsupportedValueError: `unsupported_value` or `unsupported_dtype`, with its place;
+            nothing was written.
+        StorageError: as `FileTarget`.
+
+    Memory: the pickle of the values, 8 MiB, and what reading the tensors needs.
+    """
+    if form not in _FORMS:
+        raise ArgumentError(f"form={shorten(form)} is neither zip nor stream", code="bad_argument")
+    opened = job.opened
+    plan = TorchPlan.of(
+        opened.tree,
+        attributes=opened.attributes,
+        weights_only=weights_only,
+        legacy=form == "stream",
+    )
+    job.meter.total = plan.nbytes
+    target = FileTarget(job.path, overwrite=job.overwrite)
+    try:
+        with SinkWriter(target.sink()) as sink:
+            if form == "zip":
+                plan.write_zip(sink.write, job.meter)
+            else:
+                plan.write_stream(sink.write, job.meter)
+        target.commit()
+    except BaseException:
+        target.abort()
+        raise
+    return Written(sum(1 for _ in opened), plan.nbytes, ())
+
+
+class SinkWriter:
+    """Writes to a file in order; a context manager that closes it.
+
+    Attributes:
+        at: How much was written.
+    """
+
+    def __init__(self, sink: FileSink) -> None:
+        self.at = 0
+        self._sink = sink
+
+    def write(self, data: Any) -> None:
+        """Write some bytes behind the others."""
+        self._sink.write_at(self.at, [data])
+        self.at += len(data)
+
+    def __enter__(self) -> SinkWriter:
+        return self
+
+    def close(self) -> None:
+        """Make the file durable and close it."""
+        self._sink.close()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._sink.discard()
