@@ -95,6 +95,7 @@ TORCH_NAMES = [
     "broadcast",
     "consolidate",
     "distribute",
+    "export_safetensors",
     "free_staging",
     "gather",
     "load",
