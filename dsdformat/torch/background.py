@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -247,11 +247,11 @@ def spare_threads() -> int:
     return max(1, min(4, (os.cpu_count() or 1) // 4))
 
 
-def settle(path: PathLike | None = None) -> None:
+def settle(path: PathLike | Mapping[str, PathLike] | None = None) -> None:
     """Wait for the background save in flight, and raise its error if nobody was told.
 
     Args:
-        path: Do so only if it saves there.
+        path: Do so only if it saves there, or to one of these.
 
     Raises:
         TimeLimitError: `timed_out`: it has not ended within its limit.
@@ -260,7 +260,8 @@ def settle(path: PathLike | None = None) -> None:
     Ranks: local.
     """
     handle = _state.last
-    if handle is None or (path is not None and not _is_same(path, handle.path)):
+    paths = path.values() if isinstance(path, Mapping) else [path]
+    if handle is None or not any(one is None or _is_same(one, handle.path) for one in paths):
         return
     handle._await()
     if _state.last is handle:
@@ -273,7 +274,7 @@ def settle(path: PathLike | None = None) -> None:
 
 
 def open_settled(path: PathLike, **options: Any) -> Checkpoint:
-    """Open a checkpoint as `folders.open` does, after a save to it has ended that is in flight."""
+    """Open a checkpoint as `folders.open` does, once a save to it has ended that is in flight."""
     settle(path)
     return folders.open(path, **options)
 

@@ -22,6 +22,7 @@ __all__ = [
     "Data",
     "Slabs",
     "as_bits",
+    "as_bytes",
     "box_view",
     "bytes_of",
     "carrier",
@@ -34,6 +35,7 @@ __all__ = [
     "overlaps_itself",
     "row_boxes",
     "tensor_over",
+    "typed",
 ]
 
 SLAB_NBYTES = 4 * MIB
@@ -219,6 +221,25 @@ def tensor_over(view: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> t
     """Return the tensor of these packed bytes, which it shares and keeps alive."""
     raw = torch.frombuffer(view, dtype=torch.uint8).view(carrier(dtype.itemsize))
     return _retyped(raw.view(tuple(shape)), dtype)
+
+
+def typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """View bytes, on any device, as elements."""
+    view: Any = torch.empty(0, dtype=dtype, device=raw.device)
+    count = raw.numel() // dtype.itemsize
+    result: torch.Tensor = view.set_(
+        raw.untyped_storage(), raw.storage_offset() // dtype.itemsize, (count,), (1,)
+    )
+    return result
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor, on any device, as its bytes."""
+    view: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    width = tensor.element_size()
+    start, nbytes = tensor.storage_offset() * width, tensor.numel() * width
+    result: torch.Tensor = view.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+    return result
 
 
 def _retyped(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 
 from dsdformat.folders import PathLike
 from dsdformat.torch.background import Background, SaveHandle, begin, settle, spare_threads
-from dsdformat.torch.capture import capture, check_acyclic
+from dsdformat.torch.capture import capture_with_buffers, check_acyclic
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.introspect import as_mapping
 from dsdformat.torch.per_rank import Path, unmarked
@@ -31,7 +31,7 @@ def save(
     threads: int | None = ...,
     recipes: Mapping[str, Recipe] | None = ...,
     group: Any = ...,
-    check_replicas: bool = ...,
+    check_replicas: bool | None = ...,
     background: Literal[False] = ...,
 ) -> str: ...
 
@@ -47,7 +47,7 @@ def save(
     threads: int | None = ...,
     recipes: Mapping[str, Recipe] | None = ...,
     group: Any = ...,
-    check_replicas: bool = ...,
+    check_replicas: bool | None = ...,
     background: Literal[True] | Background,
 ) -> SaveHandle: ...
 
@@ -63,7 +63,7 @@ def save(
     threads: int | None = None,
     recipes: Mapping[str, Recipe] | None = None,
     group: Any = None,
-    check_replicas: bool = False,
+    check_replicas: bool | None = None,
     background: bool | Background = False,
 ) -> str | SaveHandle:
     """Save modules, optimizers, schedulers, tensors and values as one checkpoint.
@@ -90,7 +90,9 @@ def save(
         threads: How many threads hash and write; up to 8 if None, and up to 4 in the background.
         recipes: For keys of the state, how `load_model` builds the model there.
         group: The process group of the ranks that save together; the default one if None.
-        check_replicas: Whether to compare, by digests, the bytes of what several ranks hold.
+        check_replicas: Whether to compare, by digests, the bytes of what several ranks hold. If
+            None, of each tensor that is not spread over ranks a few hundred elements are compared,
+            but of buffers of modules the first rank's are stored. False for nothing of either.
         background: Whether to return when the state is copied, and write while training goes on.
             All that can be refused is refused in the call. `Background(limit=…)` says how long it
             may take. A save waits for the one in flight, and raises the error that nobody asked
@@ -113,14 +115,14 @@ def save(
     """
     comm = Comm(group)
 
-    def captured() -> tuple[dict[str, Any], list[Path]]:
+    def captured() -> tuple[dict[str, Any], list[Path], list[Path]]:
         settle()
         check_acyclic(dict(as_mapping(state)))
         inner, own = unmarked(state, comm.rank)
-        plain = capture(inner)
+        plain, buffers = capture_with_buffers(inner)
         if recipes:
             plain = {**plain, RECIPES: recipe_values(recipes, state)}
-        return plain, own
+        return plain, buffers, own
 
     def planned(stage: Callable[[PartWriter], None] | None = None) -> Unfinished:
         options: dict[str, Any] = {

@@ -26,9 +26,9 @@ __all__ = ["plan_together"]
 def plan_together(
     comm: Comm,
     path: PathLike,
-    capture: Callable[[], tuple[dict[str, Any], list[Path]]],
+    capture: Callable[[], tuple[dict[str, Any], list[Path], list[Path]]],
     *,
-    same: bool,
+    same: bool | None,
     stage: Callable[[PartWriter], None] | None,
     overwrite: bool,
     user: Mapping[str, str] | None,
@@ -39,8 +39,9 @@ def plan_together(
     Args:
         comm: The ranks that save.
         path: The checkpoint's folder, on storage that all of them see.
-        capture: Gives a rank's plain state, and where it has something of its own.
-        same: Whether to compare the bytes of replicas first.
+        capture: Gives a rank's plain state, and where in it are buffers of modules, and what it
+            has for its own.
+        same: Whether to compare the bytes of replicas first; None for a few of them.
         stage: As in `unfinished.plan`.
         overwrite, user: As in `save`.
         options: Of `dsdformat.create` that concern data.
@@ -51,10 +52,11 @@ def plan_together(
     what = [str(path), overwrite, dict(user or {}), codec, stage is not None]
     comm.check_agreement(what, "what is saved")
     plain: dict[str, Any] = {}
+    buffers: list[Path] = []
     own: list[Path] = []
     with comm.together("save"):
-        plain, own = capture()
-    holders = find_holders(comm, plain, own)
+        plain, buffers, own = capture()
+    holders = find_holders(comm, plain, own, buffers, sample=same is None)
     plain = mergeable(plain, holders)
     tensors = named_tensors_of(plain)
     if same:

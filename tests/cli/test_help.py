@@ -7,9 +7,16 @@ import re
 import pytest
 
 from dsdformat import FORMAT_VERSION, __version__
-from dsdformat.cli import convert, info, ls, show, verify
+from dsdformat.cli import convert, info, ls, plan, show, verify
 
-COMMANDS = {"info": info, "ls": ls, "show": show, "verify": verify, "convert": convert}
+COMMANDS = {
+    "info": info,
+    "ls": ls,
+    "plan": plan,
+    "show": show,
+    "verify": verify,
+    "convert": convert,
+}
 
 
 def test_the_command_alone_prints_help(dsd):
