@@ -91,6 +91,7 @@ TORCH_NAMES = [
     "broadcast",
     "consolidate",
     "distribute",
+    "export_safetensors",
     "gather",
     "load",
     "load_model",

@@ -34,7 +34,7 @@ BLOCK_NBYTES = 64 * KIB  # the largest page of a common system
 CHUNK_NBYTES = 4 * MIB  # what one rank puts together at a time
 BUCKET_NBYTES = 128 * MIB  # what a rank sends and receives in a round
 LONG_NBYTES = 4 * BLOCK_NBYTES  # runs of this length are written by themselves
-_PIECE_NBYTES = 8 * MIB
+PIECE_NBYTES = 8 * MIB
 _RUN, _BOX = 0, 1
 
 Ints = list[int]
@@ -199,8 +199,8 @@ class CommonFiles:
         for run in runs:
             begin, end = self._whole_blocks(run)
             self.written += end - begin
-            for at in range(begin, end, _PIECE_NBYTES):
-                stop = min(at + _PIECE_NBYTES, end)
+            for at in range(begin, end, PIECE_NBYTES):
+                stop = min(at + PIECE_NBYTES, end)
                 yield partial(self._write_run, self._sink(run.file), run, at, stop)
             for edge in ((run.begin, begin), (end, run.end)):
                 if edge[0] < edge[1]:
