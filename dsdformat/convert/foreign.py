@@ -62,6 +62,7 @@ class Kind(Enum):
     SAFETENSORS_SHARDS = "a folder of safetensors files with chunks of tensors"
     TORCH_FOLDER = "a folder of files of torch.save with an index"
     NPZ = "a .npz file"
+    FLAT_SHARDS = "files of fairscale's FSDP, one for each rank"
 
 
 @runtime_checkable
