@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.case import Case
+from bench.cases.converting import CONVERT
 from bench.cases.loading import LOAD, LOAD_COLD, LOAD_SMALL
 from bench.cases.opening import OPEN_ONE
 from bench.cases.optimizers import LOAD_FRESH, LOAD_STEPPED, SAVE_FRESH, SAVE_STEPPED
@@ -30,6 +31,7 @@ CASES = (
     PLAN_SAVE,
     PLAN_MERGE,
     PLAN_LOAD,
+    CONVERT,
 )
 
 
