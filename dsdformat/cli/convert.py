@@ -32,7 +32,13 @@ Kinds to write, for --to:
   safetensors  one file of tensors; where DST ends in .safetensors
   huggingface  a folder of safetensors files, with an index if several
   torch        a file of torch.save; where DST ends in .pt, .pth, .bin, .ckpt
+  dcp          a folder of torch.distributed.checkpoint, which dcp.load reads
   npz          a file of numpy.savez; where DST ends in .npz
+
+\b
+Optimizers get the names of their parameters where the source tells which is
+which, or --names does; files of torch.save get numbers and names. A folder of
+files that ranks of fairscale's FSDP saved becomes a whole model.
 
 \b
 Examples:
@@ -40,6 +46,8 @@ Examples:
   dsd convert hub/model step-0 --with-side-files
   dsd convert pytorch_model.bin model.safetensors
   dsd convert dcp-1000 out --to huggingface --max-shard-size 2GB
+  dsd convert last.ckpt step-0 --names names.json
+  dsd convert step-1000 step-1000.pt
 
 \b
 --json prints an object with
@@ -49,14 +57,15 @@ Examples:
   files                names of the files that were written
   left_out             values that --drop-values left out
   lost_metadata        keys of free strings that the new kind has no room for
-  findings             what --unknown dropped or recorded: path, name, reason
+  findings             what --unknown dropped or recorded, and optimizers that
+                       keep their numbers: path, name, reason
   root                 the root digest, of a folder of ours
   seconds              that it took
 """
 
 _SHOWN = 5
-_PYTHON = re.compile(r"\b([a-z_]+)=('[^']*'|True)")
-_OPTIONS = {"max_shard_bytes": "max-shard-size"}
+_PYTHON = re.compile(r"\b([a-z_]+)=('[^']*'|True|False)")
+_OPTIONS = {"max_shard_bytes": "max-shard-size", "max_file_bytes": "max-shard-size"}
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="What there is.", show_default=False)]
 Destination = Annotated[
@@ -91,6 +100,17 @@ def convert(  # noqa: PLR0913, PLR0917  the options of a command are its paramet
         Literal["raw", "zstd", "planes+zstd"] | None,
         typer.Option(help="How data are compressed in a folder of ours."),
     ] = None,
+    names: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Names of an optimizer's numbers: a JSON list, or a checkpoint that has them.",
+        ),
+    ] = None,
+    weights_only: Annotated[
+        bool | None,
+        typer.Option(help="Write for torch only what torch.load(weights_only=True) reads."),
+    ] = None,
     with_side_files: Annotated[
         bool, typer.Option("--with-side-files", help="Carry config.json and the like along.")
     ] = False,
@@ -109,8 +129,14 @@ def convert(  # noqa: PLR0913, PLR0917  the options of a command are its paramet
     """Convert, and print what was written."""
     out: Output = ctx.obj
     began = time.perf_counter()
-    given = {"ties": ties, "max_shard_bytes": max_shard_size, "codec": codec}
-    options = {name: value for name, value in given.items() if value is not None}
+    given = {
+        "ties": ties,
+        "max_file_bytes" if to == "dcp" else "max_shard_bytes": max_shard_size,
+        "codec": codec,
+        "names": names,
+        "weights_only": weights_only,
+    }
+    options: dict[str, Any] = {name: one for name, one in given.items() if one is not None}
     try:
         with progress_bar(out, "converting") as progress:
             result = convert_checkpoint(
@@ -186,7 +212,9 @@ def _as_options(hint: str) -> str:
 
     def option(match: re.Match[str]) -> str:
         name, value = match.groups()
-        flag = "--" + _OPTIONS.get(name, name.replace("_", "-"))
-        return flag if value == "True" else f"{flag} {shlex.quote(value[1:-1])}"
+        flag = _OPTIONS.get(name, name.replace("_", "-"))
+        if value in ("True", "False"):
+            return f"--{flag}" if value == "True" else f"--no-{flag}"
+        return f"--{flag} {shlex.quote(value[1:-1])}"
 
     return _PYTHON.sub(option, hint)

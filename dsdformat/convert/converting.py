@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dsdformat.convert.choosing import choose
+from dsdformat.convert.flat_shards import joined
 from dsdformat.convert.foreign import Foreign, Kind
 from dsdformat.convert.kinds import open_any
+from dsdformat.convert.optimizer_naming import with_optimizers
 from dsdformat.convert.outputs import Job, Meter, OutputKind, Progress
 from dsdformat.convert.settling import Finding, Policy
+from dsdformat.convert.write_dcp import write_dcp
 from dsdformat.convert.write_dsd import write_dsd
 from dsdformat.convert.write_npz import write_npz
 from dsdformat.convert.write_safetensors import write_huggingface, write_safetensors
@@ -31,7 +34,14 @@ _THREADS_MAX = 4
 OUTPUTS: dict[str, OutputKind] = {
     kind.name: kind
     for kind in (
-        OutputKind("dsd", "a dsdformat checkpoint", write_dsd, options=("codec",), metadata=True),
+        OutputKind(
+            "dsd",
+            "a dsdformat checkpoint",
+            write_dsd,
+            options=("codec", "names"),
+            metadata=True,
+            optimizers="named",
+        ),
         OutputKind(
             "safetensors",
             "a safetensors file",
@@ -55,6 +65,7 @@ OUTPUTS: dict[str, OutputKind] = {
             suffixes=(".pt", ".pth", ".bin", ".ckpt"),
             options=("weights_only", "form"),
             folder=False,
+            optimizers="numbered",
         ),
         OutputKind(
             "npz",
@@ -63,6 +74,13 @@ OUTPUTS: dict[str, OutputKind] = {
             suffixes=(".npz",),
             options=("ties",),
             folder=False,
+        ),
+        OutputKind(
+            "dcp",
+            "a folder of torch.distributed.checkpoint",
+            write_dcp,
+            options=("max_chunk_bytes", "max_file_bytes", "names"),
+            optimizers="listed",
         ),
     )
 }
@@ -80,7 +98,8 @@ class Converted:
         files: Names of the files that were written, below the folder if it is one.
         left_out: Display names of values that were left out, as `drop_values` asked.
         lost_metadata: Keys of free strings for which the new kind has no room.
-        findings: What is not in the result as it was in the source, as `unknown` asked.
+        findings: What is not in the result as it was in the source, as `unknown` asked; and
+            optimizers that keep their numbers, since no names are known.
         root: The root digest, of a checkpoint of ours.
     """
 
@@ -97,7 +116,7 @@ class Converted:
 
 # long: the options and their documentation
 def convert(
-    src: PathLike,
+    src: PathLike | Sequence[PathLike],
     dst: PathLike,
     *,
     to: str | None = None,
@@ -118,9 +137,11 @@ def convert(
 
     Args:
         src: A checkpoint of any kind that `open_any` opens; which one is seen from its content.
+            Flat parameters of fairscale's FSDP become the parameters in them; what several ranks
+            have saved is a folder, or a list of files in the order of the ranks.
         dst: What to make; folders above it are made.
-        to: The kind to make: `dsd`, `safetensors`, `huggingface`, `torch`, …, as `OUTPUTS` lists
-            them. By default what the ending of `dst` means, and else `dsd`.
+        to: The kind to make: `dsd`, `safetensors`, `huggingface`, `torch`, `dcp`, as `OUTPUTS`
+            lists them. By default what the ending of `dst` means, and else `dsd`.
         overwrite: Whether to replace what is at `dst`, once the new one is complete. A folder with
             files that are no checkpoint's is never replaced.
         select: What to convert: globs of names, as `dsdformat.torch.load` has them. The branch
@@ -135,7 +156,11 @@ def convert(
         progress: Called with bytes done and bytes in all, from several threads.
         options: Of the kind: `codec` (dsd), `ties="drop"` or `"duplicate"` (safetensors,
             huggingface), `max_shard_bytes` as a number or as `"5GB"` (huggingface);
-            `weights_only=False` and `form="stream"` (torch).
+            `weights_only=False` and `form="stream"` (torch); `max_chunk_bytes` and
+            `max_file_bytes` (dcp); `names` (dsd, dcp) of parameters that an optimizer numbers,
+            where the file does not tell which is which: a list in the order of the groups, a dict
+            of lists by the names of the optimizers, or the path of a JSON file or a checkpoint
+            that has them.
 
     Raises:
         ConvertError: the source is of no kind that is known, or is malformed.
@@ -166,6 +191,11 @@ def convert(
         if verify:
             opened.verify()
         chosen, left_out = choose(opened, select, drop_values=drop_values)
+        chosen = joined(chosen, unknown)
+        notes: tuple[Finding, ...] = ()
+        if kind.optimizers is not None:
+            names = options.pop("names", None)
+            chosen, notes = with_optimizers(chosen, kind.optimizers, names)
         job = Job(
             chosen,
             os.fspath(dst),
@@ -183,7 +213,7 @@ def convert(
         files=written.files,
         left_out=left_out,
         lost_metadata=() if kind.metadata else tuple(sorted(opened.metadata.keys() - HF_METADATA)),
-        findings=opened.findings,
+        findings=(*chosen.findings, *notes),
         root=written.root,
     )
 

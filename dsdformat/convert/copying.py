@@ -95,7 +95,7 @@ def cut(tensor: AnyTensor, itemsize: int) -> Iterator[tuple[int, int]]:
     count = whole(tensor.shape).numel
     row = math.prod(tensor.shape[1:])
     tiles = tensor.tiles()
-    wide = not tensor.packed or any(box.shape[1:] != tensor.shape[1:] for box in tiles)
+    wide = not tensor.is_packed() or any(box.shape[1:] != tensor.shape[1:] for box in tiles)
     step = max(1, (WIDE_NBYTES if wide else PIECE_NBYTES) // itemsize)
     if wide and row and step > row:
         step -= step % row

@@ -14,7 +14,7 @@ from typing import Any
 
 from dsdformat.convert.archive import MAGIC
 from dsdformat.convert.dcp_metadata import ChunkPlace, DcpEntry, DcpMetadata, read_metadata
-from dsdformat.convert.dcp_names import Info
+from dsdformat.convert.dcp_names import CHANNELS_LAST, Info
 from dsdformat.convert.faults import fault
 from dsdformat.convert.files import Bytes, Folder, MemoryBytes, Window, read_bytes
 from dsdformat.convert.pickles.resolving import Unknown
@@ -53,6 +53,7 @@ class DcpFolder:
         self._folder = folder
         self._files: dict[str, Bytes] = {}
         self._headers: dict[tuple[str, int], SafetensorsHeader] = {}
+        self._tied: dict[str, list[Part]] = {}
         self._lock = threading.Lock()
         source = folder.file(METADATA_NAME)
         self.metadata: DcpMetadata = read_metadata(source)
@@ -80,11 +81,30 @@ class DcpFolder:
             return Unknown(f"torch.{entry.dtype}", "a dtype that the format does not have")
         if entry.layout != "strided":
             return Unknown(f"torch.{entry.layout}", "a tensor that is not strided")
+        attributes = {"dim_order": list(CHANNELS_LAST)} if entry.channels_last else {}
+        return ForeignTensor(entry.dtype, entry.shape, self._parts(entry), attributes)
+
+    def _parts(self, entry: DcpEntry) -> list[Part]:
+        """Return the chunks of a tensor: the same ones for names of the same items."""
+        places = [
+            (one.box.offset, one.box.shape, one.info.path, one.info.byte_offset)
+            for one in entry.chunks
+        ]
+        key = repr((entry.dtype, entry.shape, places))  # whose hash nobody can foresee
+        found = self._tied.get(key)
+        if found is not None and all(map(self._is_archive, entry.chunks)):
+            return found
         parts = [
             Part(chunk.box, functools.cache(functools.partial(self._open, entry, chunk)))
             for chunk in entry.chunks
         ]
-        return ForeignTensor(entry.dtype, entry.shape, parts)
+        if entry.chunks:
+            self._tied[key] = parts
+        return parts
+
+    def _is_archive(self, chunk: ChunkPlace) -> bool:
+        """Whether an item is of `torch.save`; others tell tensors apart by their names."""
+        return _begins_as_zip(self._window(chunk.info))
 
     def _value(self, entry: DcpEntry, info: Info) -> Any:
         window: Bytes = self._window(info)

@@ -47,6 +47,7 @@ class DcpEntry:
         shape: Of a tensor.
         chunks: Of a tensor: those that are not empty; they tile it.
         info: Of a value: the item that holds it.
+        channels_last: Whether the tensor lies so in the state.
     """
 
     name: str
@@ -56,6 +57,7 @@ class DcpEntry:
     shape: tuple[int, ...] = ()
     chunks: tuple[ChunkPlace, ...] = ()
     info: Info | None = None
+    channels_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,15 @@ class _Reader:
         self.check_shape(name, meta)
         chunks = self.chunks(name, meta)
         properties = meta.properties
-        return DcpEntry(name, path, properties.dtype, properties.layout, meta.size, chunks)
+        return DcpEntry(
+            name,
+            path,
+            properties.dtype,
+            properties.layout,
+            meta.size,
+            chunks,
+            channels_last=properties.memory_format == "channels_last" and len(meta.size) == 4,
+        )
 
     def path(self, name: str) -> Path:
         """Return where an entry lies in the state, as the planner has it; else its name alone."""

@@ -17,7 +17,18 @@ from dsdformat.convert.storages import torch_dtype_name
 from dsdformat.convert.torch_constants import TORCH_CONSTANTS
 from dsdformat.format.values import Named, Size
 
-__all__ = ["DCP_RULES", "BytesMeta", "Chunk", "Index", "Info", "Metadata", "TensorMeta"]
+__all__ = [
+    "CHANNELS_LAST",
+    "DCP_RULES",
+    "BytesMeta",
+    "Chunk",
+    "Index",
+    "Info",
+    "Metadata",
+    "TensorMeta",
+]
+
+CHANNELS_LAST = (0, 2, 3, 1)  # how the dims of such a tensor lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +41,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """`TensorProperties`: a dtype of torch, and the name of a layout."""
+    """`TensorProperties`: a dtype of torch, the name of a layout, and of a memory format."""
 
     dtype: str
     layout: str
+    memory_format: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +123,12 @@ def _properties(made: Made) -> Properties:
     state, made.state = made.state, ABSENT
     if made.bare() or type(state) is not tuple or len(state) != 5:
         raise ValueFault("a state that is not that of properties")
-    dtype, layout = state[0], state[1]
+    dtype, layout, _, memory_format, _ = state
     name = torch_dtype_name(dtype.name) if type(dtype) is Global else None
     if name is None or dtype.module != "torch":
         raise ValueFault("a dtype that is none")
     layout_name = layout.name if type(layout) is Named else "an unknown layout"
-    return Properties(name, layout_name)
+    return Properties(name, layout_name, getattr(memory_format, "name", "any"))
 
 
 def _tensor(made: Made) -> TensorMeta:
@@ -171,11 +183,11 @@ def _metadata(made: Made) -> Metadata:
 
 
 def _memory_format(made: Made) -> Any:
-    """The memory format of properties, which the items themselves show."""
+    """The memory format of properties."""
     args = made.bare()
     if len(args) != 1 or args[0] not in (0, 1, 2):
         raise ValueFault("a memory format that is none")
-    return Named("torch.memory_format", "any")
+    return Named("torch.memory_format", "channels_last" if args[0] == 1 else "any")
 
 
 def _enum_member(made: Made) -> Any:

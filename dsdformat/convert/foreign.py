@@ -62,6 +62,7 @@ class Kind(Enum):
     SAFETENSORS_SHARDS = "a folder of safetensors files with chunks of tensors"
     TORCH_FOLDER = "a folder of files of torch.save with an index"
     NPZ = "a .npz file"
+    FLAT_SHARDS = "files of fairscale's FSDP, one for each rank"
 
 
 @runtime_checkable
@@ -88,8 +89,7 @@ class AnyTensor(Protocol):
     def identity(self) -> int:
         """What is equal for tied tensors, also if their hints differ."""
 
-    @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether each stored piece is row-major as it lies."""
 
     def tiles(self) -> list[Box]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsdformat.convert.tensor import ForeignTensor
+from dsdformat.convert.foreign import AnyTensor
 
 __all__ = ["NumberedOptimizer", "NumberedParameter", "find_optimizers"]
 
@@ -85,5 +85,5 @@ def _shapes(kept: Any) -> dict[str, tuple[int, ...]]:
     return {
         key: value.shape
         for key, value in items
-        if type(key) is str and isinstance(value, ForeignTensor)
+        if type(key) is str and isinstance(value, AnyTensor)
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from dsdformat.convert.files import Bytes, read_exactly
 from dsdformat.convert.foreign import Foreign
@@ -17,9 +18,20 @@ from dsdformat.limits import MIB
 from dsdformat.storage.guards import folder_guard
 from dsdformat.storage.target import LocalTarget
 
-__all__ = ["Job", "Meter", "OutputKind", "Progress", "Written", "folder_guard", "write_sides"]
+__all__ = [
+    "Job",
+    "Meter",
+    "OptimizerForm",
+    "OutputKind",
+    "Progress",
+    "Written",
+    "folder_guard",
+    "write_sides",
+]
 
 Progress = Callable[[int, int], None]
+# By FQN and in the order of ours, by FQN in lists, or by number; see `optimizer_forms`.
+OptimizerForm = Literal["named", "listed", "numbered"]
 
 _SLAB_NBYTES = 4 * MIB
 
@@ -95,6 +107,7 @@ class OutputKind:
         options: Names of the writer's options.
         folder: Whether it is a folder, and has room for other files.
         metadata: Whether it has room for free strings.
+        optimizers: The form of optimizers' states in it; as they are if None.
     """
 
     name: str
@@ -104,6 +117,7 @@ class OutputKind:
     options: tuple[str, ...] = ()
     folder: bool = True
     metadata: bool = False
+    optimizers: OptimizerForm | None = None
 
 
 def write_sides(target: LocalTarget, sides: Mapping[str, Bytes]) -> None:

@@ -66,8 +66,7 @@ class StoredTensor:
         """What is equal for names of one tensor."""
         return id(self.entry)
 
-    @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether each chunk is row-major as it lies: always."""
         return True
 

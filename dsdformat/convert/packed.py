@@ -15,36 +15,32 @@ from dsdformat.format.dtypes import DTYPES
 __all__ = ["packed_blocks"]
 
 
-def packed_blocks(
-    tensor: AnyTensor, order: Sequence[int] | None = None, box: Box | None = None
-) -> Iterator[memoryview]:
-    """Yield the packed little-endian bytes of a box of a tensor, in one buffer.
+def packed_blocks(tensor: AnyTensor, order: Sequence[int] | None = None) -> Iterator[memoryview]:
+    """Yield the packed little-endian bytes of a tensor, in one buffer.
 
     Each block is valid until the next is asked for.
 
     Args:
         tensor: Of a checkpoint of any kind.
         order: In which order its dims lie, from the outermost; row-major if None.
-        box: The whole tensor if None.
 
     Raises:
         What `tensor.read` raises.
 
     Memory: 8 MiB, or 64 MiB for a tensor that is not stored by rows; twice that in another order.
     """
-    box = whole(tensor.shape) if box is None else box
-    order = range(len(box.shape)) if order is None else order
-    plain = list(order) == list(range(len(box.shape)))
+    order = range(len(tensor.shape)) if order is None else order
+    plain = list(order) == list(range(len(tensor.shape)))
     itemsize = DTYPES[tensor.dtype].itemsize
-    shape = [box.shape[dim] for dim in order]
+    shape = [tensor.shape[dim] for dim in order]
     buffer = memoryview(b"")
-    for start, stop in _ranges(tensor, box, plain, itemsize):
+    for start, stop in _ranges(tensor, plain, itemsize):
         if len(buffer) < (stop - start) * itemsize:
             buffer = memoryview(bytearray((stop - start) * itemsize))
         at = 0
         for piece in flat_boxes(shape, start, stop):
             end = at + piece.numel * itemsize
-            part = _moved(piece, order, box)
+            part = _moved(piece, order)
             if plain:
                 tensor.read(part, into=buffer[at:end])
             else:
@@ -53,24 +49,24 @@ def packed_blocks(
         yield buffer[:at]
 
 
-def _ranges(tensor: AnyTensor, box: Box, plain: bool, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Cut the elements of a box into ranges to be read one at a time."""
-    if plain and box.shape == tensor.shape:
+def _ranges(tensor: AnyTensor, plain: bool, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Cut the elements of a tensor into ranges to be read one at a time."""
+    if plain:
         yield from cut(tensor, itemsize)
         return
-    step = max(1, PIECE_NBYTES // itemsize)
-    for start in range(0, box.numel, step):
-        yield start, min(start + step, box.numel)
+    step, count = max(1, PIECE_NBYTES // itemsize), whole(tensor.shape).numel
+    for start in range(0, count, step):
+        yield start, min(start + step, count)
 
 
-def _moved(piece: Box, order: Sequence[int], box: Box) -> Box:
+def _moved(piece: Box, order: Sequence[int]) -> Box:
     """Return a box of the dims in another order as one of the tensor."""
     place = [0] * len(order)
     for at, dim in enumerate(order):
         place[dim] = at
     return Box(
-        tuple(piece.offset[place[dim]] + begin for dim, begin in enumerate(box.offset)),
-        tuple(piece.shape[place[dim]] for dim in range(len(order))),
+        tuple(piece.offset[at] for at in place),
+        tuple(piece.shape[at] for at in place),
     )
 
 

@@ -96,8 +96,7 @@ class ForeignTensor:
         """What is equal for tied tensors, also if their hints differ."""
         return id(self.parts)
 
-    @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether each part is row-major as it lies."""
         return all(part.open().strides == packed_strides(part.box.shape) for part in self.parts)
 

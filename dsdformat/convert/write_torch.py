@@ -80,8 +80,12 @@ class SinkWriter:
     def __enter__(self) -> SinkWriter:
         return self
 
+    def close(self) -> None:
+        """Make the file durable and close it."""
+        self._sink.close()
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._sink.close()
+            self.close()
         else:
             self._sink.discard()

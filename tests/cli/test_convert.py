@@ -151,3 +151,25 @@ def test_progress_is_shown_in_a_terminal_alone(run_in_terminal, dsd, tmp_path, m
     assert (done.code, done.err) == (0, "")
     with open_any("c.safetensors") as opened:
         assert [name for name, _ in opened] == ["w"]
+
+
+def test_optimizers_are_named_and_values_are_allowed_by_options(dsd, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch", reason="makes the file")
+    monkeypatch.chdir(tmp_path)
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+    torch.save({"optimizer": optimizer.state_dict(), "a": {"b"}}, "a.pt")
+    done = dsd("convert", "a.pt", "b")
+    assert done.code == 0
+    assert (
+        "the numbers of an optimizer (there is no model in the file; give their names)" in done.err
+    )
+    Path("names.json").write_text('["w"]')
+    done = dsd("convert", "a.pt", "c", "--names", "names.json")
+    assert (done.code, done.err) == (0, "")
+    with open_any("c") as opened:
+        assert list(opened.tree["optimizer"]["param_groups"]) == ["w"]
+    torch.save({"a": frozenset([1])}, "d.pt")
+    assert "hint: pass --no-weights-only to write" in dsd("convert", "d.pt", "e.pt").err
+    assert dsd("convert", "d.pt", "e.pt", "--no-weights-only").code == 0
+    assert dsd("convert", "c", "f", "--to", "dcp", "--max-shard-size", "1MB").code == 0
+    assert names(Path("f")) == {".metadata", "__0_0.distcp"}

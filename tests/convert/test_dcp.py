@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from dsdformat import Box, DsdError
 from dsdformat.convert import Kind, find_kind, open_foreign
+from dsdformat.convert.dcp import DcpFolder
 from tests.torch_runtime.exact import assert_same
 
 DTYPES = [
@@ -194,3 +195,12 @@ def test_a_folder_is_read_while_it_lies_elsewhere(tmp_path):
         (linked / file.name).symlink_to(file)
     with open_foreign(linked) as foreign:
         assert bytes(foreign.read("w")) == torch.ones(3).numpy().tobytes()
+
+
+def test_opening_a_folder_opens_no_item_of_a_tensor(tmp_path, monkeypatch):
+    folder = written({"w": torch.ones(2), "step": 3}, tmp_path / "dcp")
+    opened: list[Any] = []
+    monkeypatch.setattr(DcpFolder, "_open", lambda *args: opened.append(args))
+    with open_foreign(folder) as foreign:
+        assert foreign.tree["step"] == 3
+        assert opened == []

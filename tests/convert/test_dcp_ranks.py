@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dsdformat import Box
-from dsdformat.convert import ForeignTensor, open_foreign
-from tests.convert import saving_ranks
+from dsdformat.convert import AnyTensor, convert, open_any, open_foreign
+from tests.convert import converting_ranks, saving_ranks
 from tests.ranks.launching import Call, Launch, Launcher
 
 pytestmark = pytest.mark.dist
@@ -39,7 +39,7 @@ def saved(launcher: Launcher, tmp_path: Path) -> Callable[..., tuple[Path, Any]]
 
 
 def read_all(tree: Any) -> Any:
-    if type(tree) is ForeignTensor:
+    if isinstance(tree, AnyTensor):
         return tree.dtype, tree.shape, bytes(tree.read())
     if isinstance(tree, dict):
         return {key: read_all(item) for key, item in tree.items()}
@@ -90,3 +90,23 @@ def cut(whole: tuple[str, tuple[int, ...], bytes], box: Box) -> bytes:
     _, shape, data = whole
     slices = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
     return np.frombuffer(data, np.float32).reshape(shape)[slices].tobytes()
+
+
+def test_a_training_goes_from_dcp_to_ours_and_back_onto_any_mesh(launcher, tmp_path):
+    def run(function: Any, ranks: int) -> list[Any]:
+        call = Call(function.__module__, function.__name__, (str(tmp_path),))
+        (outcome,) = launcher.run(Launch((call,), ranks, tmp_path / f"launch-{ranks}"))
+        assert outcome.failure is None, outcome.failure
+        return outcome.values
+
+    first = run(converting_ranks.both_ways, 4)
+    saved = first[0]["saved"]
+    assert saved["optim"]["state"]["0.weight"]["exp_avg"][1] == (7, 5)
+    for answer in first:
+        assert answer["ours"] == (saved, 2)
+        assert answer["back"] == (saved, 2)
+    for answer in run(converting_ranks.resharded, 2):
+        assert answer == {"ours": (saved, 2), "back": (saved, 2), "plain": (saved, 2)}
+    convert(tmp_path / "back", tmp_path / "again", to="dsd")
+    with open_any(tmp_path / "ours") as one, open_any(tmp_path / "again") as other:
+        assert read_all(one.tree) == read_all(other.tree)
