@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsdformat import DsdError, FormatError, StorageError
+from dsdformat import ConvertError, DsdError, FormatError, StorageError
 
 if TYPE_CHECKING:
     import typer
@@ -145,6 +145,8 @@ def _report(out: Output, fault: _Fault) -> int:
 def _describe(error: Exception) -> _Fault:
     if isinstance(error, FormatError):
         return _Fault(BAD, error.code, _problem_lines(error), error.hint)
+    if isinstance(error, ConvertError):
+        return _Fault(BAD, error.code, (error.message,), error.hint)
     if isinstance(error, DsdError):
         exit_code = IO if isinstance(error, StorageError) else USAGE
         return _Fault(exit_code, error.code, (error.message,), error.hint)

@@ -93,6 +93,15 @@ class CastTensor:
         """What is equal for tied tensors: that of the base, as one base is cast one way."""
         return self.base.identity
 
+    @property
+    def packed(self) -> bool:
+        """Whether each stored piece of the base is row-major as it lies."""
+        return self.base.packed
+
+    def tiles(self) -> list[Box]:
+        """Return the boxes that are stored of the base, each in one piece."""
+        return self.base.tiles()
+
     def read(self, box: Box | None = None, *, into: Any = None) -> memoryview:
         """Read one box as packed row-major little-endian bytes.
 

@@ -19,6 +19,7 @@ from dsdformat.convert.differing import NumbersDiffer, find_difference
 from dsdformat.convert.foreign import AnyTensor, Foreign, rooted
 from dsdformat.convert.kinds import open_any
 from dsdformat.convert.numbers import pieces
+from dsdformat.convert.outputs import Progress
 from dsdformat.convert.transforms import branch
 from dsdformat.errors import FormatError, raise_problems
 from dsdformat.format.dtypes import DTYPES
@@ -30,7 +31,6 @@ from dsdformat.selection import Selection
 __all__ = ["Change", "Difference", "What", "diff"]
 
 PathLike = str | os.PathLike[str]
-Progress = Callable[[int, int], None]
 Path = tuple[Any, ...]
 What = Literal["type", "dtype", "shape", "data", "value", "order"]
 _Side = dict[str, Any]

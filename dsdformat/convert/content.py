@@ -10,6 +10,7 @@ from typing import Any
 
 from dsdformat.boxes import Box, flat_boxes, whole
 from dsdformat.convert.foreign import AnyTensor, rooted, walk_tree
+from dsdformat.convert.outputs import Progress
 from dsdformat.convert.own import StoredTensor
 from dsdformat.format.digests import digest, tensor_content_digest
 from dsdformat.format.dtypes import DTYPES
@@ -18,8 +19,6 @@ from dsdformat.format.values import Encoded, encode
 from dsdformat.limits import LEAF_NBYTES
 
 __all__ = ["content_digest", "known_digest", "tensor_digest", "tensors_of"]
-
-Progress = Callable[[int, int], None]
 
 
 def tensors_of(tree: Any) -> list[AnyTensor]:

@@ -141,12 +141,13 @@ def _names(optimizer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _renamed(optimizer: Any, name: Name) -> Any:
-    result = type(optimizer)(optimizer)
+    result = copy.copy(optimizer)
     result["state"] = _keys_renamed(optimizer["state"], name)
     groups = optimizer["param_groups"]
     if isinstance(groups, Mapping):
         changed = ((_group_key(key, name), _group(group, name)) for key, group in groups.items())
-        result["param_groups"] = type(groups)(pair for pair in changed if pair[0] is not None)
+        make: Any = type(groups)
+        result["param_groups"] = make(pair for pair in changed if pair[0] is not None)
     else:
         result["param_groups"] = [_group(group, name) for group in groups]
     for key in _BY_LEAD:

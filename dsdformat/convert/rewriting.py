@@ -8,18 +8,19 @@ are not, for one process writes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dsdformat import folders
+from dsdformat.convert.casting import CastTensor
 from dsdformat.convert.content import tensors_of
+from dsdformat.convert.files import read_bytes
 from dsdformat.convert.foreign import AnyTensor, Foreign, state_of
-from dsdformat.errors import ArgumentError, MismatchError, Problem, listed, printable, shorten
-from dsdformat.format.digests import digest
+from dsdformat.convert.outputs import Meter, Progress
+from dsdformat.convert.own import StoredTensor
+from dsdformat.convert.write_dsd import counted
+from dsdformat.errors import ArgumentError, MismatchError, listed, printable, shorten
 from dsdformat.limits import BLOCK_NBYTES_DEFAULT, MANIFEST_LABEL, MIB
-from dsdformat.reader import Checkpoint
 from dsdformat.sources import TensorSource
 from dsdformat.storage.base import Storage
 from dsdformat.storage.local import LocalStorage
@@ -29,9 +30,7 @@ from dsdformat.verify import verify_storage
 __all__ = ["copy", "united_user", "write"]
 
 PathLike = str | os.PathLike[str]
-Progress = Callable[[int, int], None]
 _PIECE_NBYTES = 4 * MIB
-_INDEX_SUFFIX = ".safetensors.index.json"  # the writer makes its own
 
 
 def write(
@@ -68,8 +67,10 @@ def write(
     Memory: the values, and two blocks per thread.
     """
     checkpoint = like.checkpoint if like is not None else None
-    kept = dict(like.metadata) if like is not None else {}
-    counter = _Counter(sum(tensor.nbytes for tensor in tensors_of(tree)), progress)
+    kept = like.metadata if like is not None else {}
+    sides = like.side_files() if checkpoint and like is not None else {}
+    meter = Meter(progress)
+    meter.total = sum(tensor.nbytes for tensor in tensors_of(tree))
     with folders.create(
         path,
         overwrite=overwrite,
@@ -77,10 +78,17 @@ def write(
         block_nbytes=checkpoint.block_nbytes if checkpoint else BLOCK_NBYTES_DEFAULT,
         threads=threads,
     ) as writer:
-        for label, data in _side_files(checkpoint) if checkpoint else ():
-            writer.add_file(label, data)
-        writer.add(state_of(tree, counter.source_of))
+        for label, source in sides.items():
+            writer.add_file(label, read_bytes(source, 0, source.nbytes))
+        writer.add(state_of(tree, lambda tensor: counted(_as_stored(tensor), meter)))
         return writer.commit()
+
+
+def _as_stored(tensor: AnyTensor) -> TensorSource:
+    """Return the source of a tensor: with its chunks and codec if it is ours."""
+    if isinstance(tensor, (StoredTensor, CastTensor)):
+        return tensor.as_stored()
+    return tensor.source()
 
 
 def copy(
@@ -167,46 +175,6 @@ def united_user(sources: Iterable[Foreign]) -> dict[str, str]:
             hint="give the user metadata that the result shall have",
         )
     return user
-
-
-class _Counter:
-    """Counts the bytes that a writer has taken from its sources."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total = total
-        self._progress = progress
-        self._done = 0
-
-    def source_of(self, tensor: AnyTensor) -> TensorSource:
-        """Return the source of a tensor, as it is stored if it is ours."""
-        source = getattr(tensor, "as_stored", tensor.source)()
-        if self._progress is None:
-            return source
-        chunks = [
-            (box, partial(self._counted, data) if callable(data) else data)
-            for box, data in source.chunks
-        ]
-        return replace(source, chunks=chunks)
-
-    def _counted(self, data: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-        assert self._progress is not None
-        for piece in data():
-            self._done += memoryview(piece).nbytes
-            yield piece
-            self._progress(self._done, self._total)
-
-
-def _side_files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
-    """Read the side files, and compare each with its digest."""
-    for side in checkpoint.table.body.sides:
-        if side.label.endswith(_INDEX_SUFFIX):
-            continue
-        buffer = bytearray(side.nbytes)
-        count = checkpoint.table.storage.read_into(side.label, 0, memoryview(buffer))
-        if count != side.nbytes or digest(buffer) != side.digest:
-            message = f"{side.label} does not have its digest"
-            raise Problem("side_checksum_mismatch", message, where=side.label).error()
-        yield side.label, bytes(buffer)
 
 
 def _copy_file(storage: Storage, target: LocalTarget, label: str) -> Iterator[int]:
