@@ -83,11 +83,26 @@ def make_app() -> typer.Typer:
     """Return the command with its subcommands."""
     import typer
 
-    from dsdformat.cli import convert, info, ls, options, show, verify
+    from dsdformat.cli import (
+        cast,
+        convert,
+        cp,
+        diff,
+        digest,
+        extract,
+        info,
+        ls,
+        merge,
+        options,
+        rename,
+        show,
+        stats,
+        tree,
+        verify,
+    )
 
     app = typer.Typer(
         name="dsd",
-        add_completion=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -95,7 +110,16 @@ def make_app() -> typer.Typer:
     app.command("info", help=info.HELP)(info.info)
     app.command("ls", help=ls.HELP)(ls.ls)
     app.command("show", help=show.HELP)(show.show)
+    app.command("tree", help=tree.HELP)(tree.tree)
+    app.command("stats", help=stats.HELP)(stats.stats)
     app.command("verify", help=verify.HELP)(verify.verify)
+    app.command("digest", help=digest.HELP)(digest.digest)
+    app.command("diff", help=diff.HELP)(diff.diff)
+    app.command("cp", help=cp.HELP)(cp.cp)
+    app.command("extract", help=extract.HELP)(extract.extract)
+    app.command("merge", help=merge.HELP)(merge.merge)
+    app.command("rename", help=rename.HELP)(rename.rename)
+    app.command("cast", help=cast.HELP)(cast.cast)
     app.command("convert", help=convert.HELP)(convert.convert)
     return app
 
