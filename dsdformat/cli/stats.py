@@ -142,7 +142,7 @@ def _print(
             ("left out", ", ".join(left_out)),
         ]
     )
-    if counts is not None and sum(counts):
+    if counts is not None and sum(counts) > 0:
         out.line()
         for line in _histogram_lines(summary, counts, "█" if out.drawable else "#"):
             out.line(line)

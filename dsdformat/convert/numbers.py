@@ -7,18 +7,42 @@ where numpy is not installed, and for dtypes that have no numbers, there are non
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from dsdformat.boxes import Box
 from dsdformat.errors import DependencyError
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
 
-__all__ = ["as_array", "as_numbers", "find_numpy", "has_numbers", "need_numpy", "pieces", "widened"]
+__all__ = [
+    "Readable",
+    "as_array",
+    "as_numbers",
+    "find_numpy",
+    "has_numbers",
+    "need_numpy",
+    "pieces",
+    "widened",
+]
 
 PIECE_NBYTES = 4 * MIB
 _PACKED = ("float4_e2m1fn_x2",)  # several numbers in one element
 _SMALL_BITS = {f"{sign}int{bits}": bits for sign in ("", "u") for bits in range(1, 8)}
+
+
+class Readable(Protocol):
+    """A tensor that numbers are read of: an `AnyTensor`, or a `TensorEntry`."""
+
+    @property
+    def dtype(self) -> str:
+        """Logical name in the registry."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+
+    def read(self, box: Box | None = None, *, into: Any = None) -> memoryview:
+        """Read one box as packed row-major little-endian bytes."""
 
 
 def find_numpy() -> Any:

@@ -149,7 +149,7 @@ def open_own(path: PathLike, *, verify_data: bool = True, threads: int | None = 
             checkpoint.table.storage.name,
             Settled(_tree_of(checkpoint)),
             metadata=dict(checkpoint.user),
-            verify=lambda: folders.verify(path, threads=threads).raise_if_bad(),
+            verify=lambda: _verify(path, threads),
             close=checkpoint.close,
             checkpoint=checkpoint,
             sides=lambda: own_sides(checkpoint),
@@ -157,6 +157,12 @@ def open_own(path: PathLike, *, verify_data: bool = True, threads: int | None = 
     except BaseException:
         checkpoint.close()
         raise
+
+
+def _verify(path: PathLike, threads: int | None) -> int:
+    report = folders.verify(path, threads=threads)
+    report.raise_if_bad()
+    return report.nbytes
 
 
 def _tree_of(checkpoint: Checkpoint) -> Any:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsdformat.boxes import Box, whole
-from dsdformat.convert.foreign import AnyTensor
-from dsdformat.convert.numbers import as_numbers, has_numbers, need_numpy, pieces
+from dsdformat.convert.numbers import Readable, as_numbers, has_numbers, need_numpy, pieces
 from dsdformat.format.dtypes import DTYPES
 
 __all__ = ["Summary", "find_histogram", "find_summary"]
@@ -53,7 +52,7 @@ class Summary:
 
 
 def find_summary(
-    tensor: AnyTensor, box: Box | None = None, *, told: Told | None = None
+    tensor: Readable, box: Box | None = None, *, told: Told | None = None
 ) -> Summary | None:
     """Read a box, and sum it up; None where elements are no numbers.
 
@@ -82,7 +81,7 @@ def find_summary(
 
 
 def find_histogram(
-    tensor: AnyTensor, low: float, high: float, bins: int, *, told: Told | None = None
+    tensor: Readable, low: float, high: float, bins: int, *, told: Told | None = None
 ) -> list[int]:
     """Count the finite elements in equal parts of a range, of which the last has both its ends.
 
