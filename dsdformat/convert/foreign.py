@@ -64,8 +64,15 @@ class Kind(Enum):
     NPZ = "a .npz file"
 
 
+class _QuickCheck(type(Protocol)):  # type: ignore[misc]  # the metaclass of protocols
+    """Tells instances by one attribute of their class; a protocol would evaluate all of them."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return hasattr(type(instance), "identity")
+
+
 @runtime_checkable
-class AnyTensor(Protocol):
+class AnyTensor(Protocol, metaclass=_QuickCheck):
     """A tensor of a checkpoint of any kind: a `ForeignTensor`, or a `StoredTensor` of ours."""
 
     @property
