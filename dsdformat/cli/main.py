@@ -28,7 +28,7 @@ __all__ = ["main", "make_app"]
 FINE, BAD, USAGE, IO, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 70, 130
 PROBLEMS_SHOWN = 10
 
-HELP = """Look at checkpoints, check them, and convert them.
+HELP = """Look at checkpoints, check, compare, change and convert them.
 
 \b
 Examples:
@@ -36,6 +36,7 @@ Examples:
   dsd ls step-1000 'model/layers.0.*'
   dsd show step-1000 'model/layers.0.weight[0:2,:4]'
   dsd verify step-1000
+  dsd diff step-1000 step-2000 --stats
   dsd convert step-1000 model --to huggingface --select model
 
 \b
