@@ -65,8 +65,15 @@ class Kind(Enum):
     FLAT_SHARDS = "files of fairscale's FSDP, one for each rank"
 
 
+class _QuickCheck(type(Protocol)):  # type: ignore[misc]  # the metaclass of protocols
+    """Tells instances by one attribute of their class; a protocol would evaluate all of them."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return hasattr(type(instance), "identity")
+
+
 @runtime_checkable
-class AnyTensor(Protocol):
+class AnyTensor(Protocol, metaclass=_QuickCheck):
     """A tensor of a checkpoint of any kind: a `ForeignTensor`, or a `StoredTensor` of ours."""
 
     @property
@@ -127,7 +134,7 @@ class Foreign:
         settled: Settled,
         *,
         metadata: dict[str, str] | None = None,
-        verify: Callable[[], None] | None = None,
+        verify: Callable[[], int] | None = None,
         close: Callable[[], None] | None = None,
         checkpoint: Checkpoint | None = None,
         sides: Callable[[], dict[str, Bytes]] | None = None,
@@ -198,21 +205,18 @@ class Foreign:
         """
         return state_of(self.tree)
 
-    @property
-    def has_checksums(self) -> bool:
-        """Whether the file has checksums that `verify` compares."""
-        return self._verify is not None
-
-    def verify(self) -> None:
+    def verify(self) -> int:
         """Compare all data with the checksums that the file has of them, if it has any.
+
+        Returns:
+            How many bytes were compared; 0 if there are no checksums.
 
         Raises:
             ConvertError: `foreign_checksum`.
 
         Memory: 4 MiB.
         """
-        if self._verify is not None:
-            self._verify()
+        return 0 if self._verify is None else self._verify()
 
     def side_files(self) -> dict[str, Bytes]:
         """Return the files that belong to a model beside its data, as `config.json`, by name.
