@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsdformat import ConvertError, DsdError, FormatError, StorageError
+from dsdformat.cli.hints import as_options
 
 if TYPE_CHECKING:
     import typer
@@ -171,10 +172,10 @@ def _describe(error: Exception) -> _Fault:
     if isinstance(error, FormatError):
         return _Fault(BAD, error.code, _problem_lines(error), error.hint)
     if isinstance(error, ConvertError):
-        return _Fault(BAD, error.code, (error.message,), error.hint)
+        return _Fault(BAD, error.code, (error.message,), as_options(error.hint))
     if isinstance(error, DsdError):
         exit_code = IO if isinstance(error, StorageError) else USAGE
-        return _Fault(exit_code, error.code, (error.message,), error.hint)
+        return _Fault(exit_code, error.code, (error.message,), as_options(error.hint))
     if isinstance(error, OSError):
         parts = (error.filename, error.strerror) if error.strerror else (error,)
         return _Fault(IO, "io_error", (": ".join(str(part) for part in parts if part),))
