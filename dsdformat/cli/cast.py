@@ -85,6 +85,8 @@ def cast(
             fields = {"source": str(ckpt), **written_json(dst, done), "dtype": dtype}
             out.document({**fields, "cast": rows})
             return
+        if not found.dtypes:
+            out.note(f"nothing was cast: what was asked for is {dtype}, or kept by an optimizer")
         cast_count = format_count(len(found.dtypes), "tensor")
         print_written(out, dst, done, found.tree, {"cast": f"{cast_count} to {dtype}"})
         for name, count in list(found.overflows.items())[:_SHOWN]:

@@ -84,7 +84,8 @@ def diff(
     out: Output = ctx.obj
     began = time.perf_counter()
     with open_source(a) as first, open_source(b) as second:
-        names = names_in(first.tree, second.tree)
+        chosen = select or branch_a or branch_b
+        names = names_in(first.tree, second.tree) if chosen else []
         selection = Selection(typed_globs(select, names)) if select else Selection(None)
         branches = [name and typed_name(name, names) for name in (branch_a, branch_b)]
         with progress_bar(out, "comparing") as progress:

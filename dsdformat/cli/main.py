@@ -47,6 +47,7 @@ Exit codes:
   2   the command was not understood, or names what is not there
   3   the system could not read
   70  a fault of dsd itself
+  130 interrupted; nothing half-made is left
 """
 
 
