@@ -11,7 +11,7 @@ import typer
 
 from dsdformat.cli.choice import names_in, typed_globs, typed_name
 from dsdformat.cli.grids import element_json, element_text
-from dsdformat.cli.opening import open_source
+from dsdformat.cli.opening import open_source, tell_findings
 from dsdformat.cli.options import Json, Source
 from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import Column, Output, format_count, format_size
@@ -102,6 +102,7 @@ def diff(
             )
         if select and not selection.met:
             selection.check_used(names)
+        tell_findings(out, first, second)
     seconds = time.perf_counter() - began
     out.exit_code = 0 if found.equal else 1
     if json:
