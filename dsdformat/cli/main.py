@@ -97,6 +97,7 @@ def make_app() -> typer.Typer:
         ls,
         merge,
         options,
+        plan,
         rename,
         show,
         stats,
@@ -112,6 +113,7 @@ def make_app() -> typer.Typer:
     app.callback(help=HELP)(options.dsd)
     app.command("info", help=info.HELP)(info.info)
     app.command("ls", help=ls.HELP)(ls.ls)
+    app.command("plan", help=plan.HELP)(plan.plan)
     app.command("show", help=show.HELP)(show.show)
     app.command("tree", help=tree.HELP)(tree.tree)
     app.command("stats", help=stats.HELP)(stats.stats)
