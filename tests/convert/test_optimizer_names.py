@@ -311,3 +311,37 @@ def test_a_checkpoint_of_ours_is_seen_as_it_is_by_those_who_only_open_it(tmp_pat
     torch.save(states(training), tmp_path / "x.pt")
     with open_any(tmp_path / "x.pt") as opened:
         assert list(opened.tree["optimizer"]["state"]) == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_many_groups_that_fit_in_many_ways_are_judged_in_time(tmp_path):
+    count = 3000
+    state = {
+        "m": {f"w{number}": torch.ones(1) for number in range(count)},
+        "o": {"state": {}, "param_groups": [{"params": [number]} for number in range(count)]},
+    }
+    torch.save(state, tmp_path / "x.pt")
+    (finding,) = convert(tmp_path / "x.pt", tmp_path / "ours", to="dsd").findings
+    assert "several ways" in finding.reason
+
+
+STRANGE: dict[str, Any] = {
+    "a number twice": {"state": {}, "param_groups": [{"params": [0, 0]}]},
+    "numbers and names": {"state": {}, "param_groups": [{"params": [0, "a"]}]},
+    "groups that are none": {"state": {}, "param_groups": [1]},
+    "params that are none": {"state": {}, "param_groups": [{"params": 3}]},
+    "flags": {"state": {}, "param_groups": [{"params": [True]}]},
+    "no groups": {"state": {0: {}}, "param_groups": []},
+    "state of a number": {"state": {0: 5}, "param_groups": [{"params": [0]}]},
+    "state of a name": {"state": {"a": 5}, "param_groups": [{"params": ["a"]}]},
+    "state that is a list": {"state": [1], "param_groups": [{"params": [0]}]},
+    "flat and nested": {"state.a": 1, "param_groups.a.lr": 1},
+    "flat without names": {"state.a": 1, "param_groups.": 1},
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_what_only_looks_like_an_optimizer_stays_as_it_is(tmp_path, case):
+    state = {"m": {"w": torch.ones(2)}, "o": STRANGE[case]}
+    torch.save(state, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "ours", to="dsd")
+    assert dsd.load(tmp_path / "ours")["o"] == STRANGE[case]

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from forge import PAYLOAD, pickled, torch_zip
 from samples import VALUES, trained
 from test_torch_files import ARRAYS, DTYPES, LAYOUTS, SPARSE, bits
 from torch import nn
@@ -266,3 +267,13 @@ def test_roots_that_are_no_dict_of_names_keep_their_form(tmp_path: Path):
     loaded = torch.load(tmp_path / "b.pt")
     assert type(loaded) is list
     assert loaded[1] == {"a": 1}
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "dsd"])
+def test_a_hostile_file_is_converted_to_nothing(tmp_path, to):
+    archive = torch_zip(pickled(PAYLOAD))
+    (tmp_path / "x.pt").write_bytes(archive)
+    with pytest.raises(dsdformat.ConvertError) as caught:
+        convert(tmp_path / "x.pt", tmp_path / "out", to=to)
+    assert caught.value.code == "unknown_global"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.pt"]
