@@ -11,16 +11,17 @@ import functools
 import itertools
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from dsdformat.errors import ArgumentError, FormatError, Problem, shorten
 from dsdformat.format.checks import ChunkPlace, TensorRow
 from dsdformat.format.codecs import RAW, decode_block
 from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
 from dsdformat.format.dtypes import DTYPES, Dtype
-from dsdformat.format.manifest import Body, Columns
+from dsdformat.format.manifest import DataFile
 from dsdformat.limits import KIB
 from dsdformat.plan.copies import Copy
 from dsdformat.plan.load_columns import PAGE_NBYTES
@@ -117,14 +118,44 @@ class _Block(NamedTuple):
     frame: int
 
 
+class Files(Protocol):
+    """What a reader asks of a manifest's body; of chunks that lie elsewhere, others know it."""
+
+    @property
+    def block_nbytes(self) -> int:
+        """Decoded length of a block."""
+
+    @property
+    def dtypes(self) -> Sequence[str]:
+        """Logical dtypes, by number."""
+
+    @property
+    def files(self) -> Sequence[DataFile]:
+        """The data files, by number."""
+
+
+class Tables(Protocol):
+    """What a reader asks of a manifest's columns."""
+
+    @property
+    def dtype(self) -> Sequence[int]:
+        """Number of the dtype of each tensor."""
+
+    def digests(self, first: int, count: int) -> bytes:
+        """Return the digests of some blocks."""
+
+    def frame_rows(self, first: int, count: int) -> tuple[array[int], bytes]:
+        """Return stored lengths and digests of some compressed blocks."""
+
+
 class BlockReader:
     """Reads blocks of one checkpoint."""
 
     def __init__(
         self,
         storage: Storage,
-        body: Body,
-        columns: Columns,
+        body: Files,
+        columns: Tables,
         workers: Workers,
         name_of: Callable[[int], str],
     ) -> None:
@@ -287,8 +318,10 @@ class BlockReader:
         """Read a raw block piece by piece: straight to its place where nothing is in between."""
         hasher = Hasher() if verify else None
         scratch = memoryview(b"")
-        for start in range(0, block.nbytes, _PIECE):
-            nbytes = min(_PIECE, block.nbytes - start)
+        whole = not verify and _find_straight(takers, block.start, block.nbytes) is not None
+        step = block.nbytes if whole else _PIECE
+        for start in range(0, block.nbytes, step):
+            nbytes = min(step, block.nbytes - start)
             straight = _find_straight(takers, block.start + start, nbytes)
             if straight is None:
                 scratch = scratch or memoryview(bytearray(nbytes))

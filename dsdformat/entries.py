@@ -107,6 +107,16 @@ class TensorEntry:
             for c in row.chunks
         ]
 
+    def check(self) -> None:
+        """Check the table of chunks: that they tile the tensor, and lie in the data files.
+
+        Reads no data; reading checks it too.
+
+        Raises:
+            FormatError: what is wrong with it.
+        """
+        self._table.chunk_table(self.index)
+
     def __getitem__(self, index: Index) -> TensorSlice:
         """Name a box by integers and slices of step 1. Reads nothing."""
         return TensorSlice(self, box_of(self.shape, index))

@@ -20,6 +20,7 @@ __all__ = [
     "DistributedError",
     "DsdDeprecationWarning",
     "DsdError",
+    "DsdPrecisionWarning",
     "DsdUnstableWarning",
     "EntryNotFoundError",
     "FormatError",
@@ -282,6 +283,10 @@ class ConvertError(DsdError, ValueError):
 
 class DsdDeprecationWarning(DeprecationWarning):
     """Warn that a name will go away."""
+
+
+class DsdPrecisionWarning(UserWarning):
+    """Tell that values are rounded to a narrower dtype, where an error would not be a drop-in."""
 
 
 class DsdUnstableWarning(UserWarning):

@@ -39,6 +39,7 @@ class Checkpoint:
         format_version: Major and minor version of the format.
         user: User metadata.
         features: Names of the features that a reader needs.
+        verifies: Whether reads compare blocks with their digests.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Checkpoint:
         self.root = head.root.hex()
         self.format_version = (FORMAT_VERSION[0], head.minor)
         self.features = head.features
+        self.verifies = verify
         self.user = dict(self.table.body.user)
 
     def __enter__(self) -> Checkpoint:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from dsdformat.blocks import BlockReader, Workers
@@ -30,7 +30,7 @@ from dsdformat.plan.load_plan import BOUND, LoadPlan, LoadPlanner, Wanted
 from dsdformat.sections import ManifestFile
 from dsdformat.storage.base import Storage
 
-__all__ = ["TensorTable"]
+__all__ = ["TensorTable", "digest_leaves", "writable_bytes"]
 
 _CACHED_CHUNKS = 4096
 _Kept = TypeVar("_Kept")
@@ -158,7 +158,7 @@ class TensorTable:
                 f"{len(into)} buffers for {len(plan.room)} boxes", code="bad_argument"
             )
         views = [
-            _writable(buffer, plan.room[number], longer=number in plan.strided)
+            writable_bytes(buffer, plan.room[number], longer=number in plan.strided)
             for number, buffer in enumerate(into)
         ]
         self.blocks.run(plan, views)
@@ -169,7 +169,7 @@ class TensorTable:
         if box is None:
             box = whole(self.columns.shape(index))
         (plan,) = self.plan([[Wanted(index, box)]], verify, bound=None)
-        view = _writable(into, plan.room[0])
+        view = writable_bytes(into, plan.room[0])
         self.blocks.run(plan, [view])
         return view
 
@@ -253,17 +253,9 @@ class TensorTable:
             for at in range(0, len(table), DIGEST_NBYTES):
                 yield table[at : at + DIGEST_NBYTES]
             return
-        itemsize = row.dtype.itemsize
-        count, step = whole(row.shape).numel, LEAF_NBYTES // itemsize
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            buffer = memoryview(bytearray((stop - start) * itemsize))
-            at = 0
-            for box in flat_boxes(row.shape, start, stop):
-                end = at + box.numel * itemsize
-                self.read(index, box, buffer[at:end], True)
-                at = end
-            yield digest(buffer)
+        yield from digest_leaves(
+            row.dtype.itemsize, row.shape, lambda box, into: self.read(index, box, into, True)
+        )
 
     def _knows_leaves(self, row: TensorRow) -> bool:
         return len(row.chunks) == 1 and self.body.block_nbytes == LEAF_NBYTES
@@ -295,7 +287,31 @@ class _Recent(Generic[_Kept]):
             self._found[index] = kept
 
 
-def _writable(into: Any, nbytes: int, *, longer: bool = False) -> memoryview:
+def digest_leaves(
+    itemsize: int, shape: Sequence[int], read: Callable[[Box, memoryview], Any]
+) -> Iterator[bytes]:
+    """Yield the digests of the leaves of a tensor (R-13.1), from its data.
+
+    Args:
+        itemsize: Bytes of an element.
+        shape: Of the tensor.
+        read: Puts the packed bytes of a box into a buffer.
+
+    Memory: 4 MiB, and what reading takes.
+    """
+    count, step = whole(shape).numel, LEAF_NBYTES // itemsize
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        buffer = memoryview(bytearray((stop - start) * itemsize))
+        at = 0
+        for box in flat_boxes(shape, start, stop):
+            end = at + box.numel * itemsize
+            read(box, buffer[at:end])
+            at = end
+        yield digest(buffer)
+
+
+def writable_bytes(into: Any, nbytes: int, *, longer: bool = False) -> memoryview:
     """Return a buffer as bytes: of that length, or of any greater one if it may be longer."""
     if into is None:
         return memoryview(bytearray(nbytes))

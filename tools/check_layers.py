@@ -67,8 +67,21 @@ UNITS = (
     Unit("folders", layer=3, reach=2, peers=("reader", "writer", "verify")),
     Unit(FRONT_DOOR, layer=4, reach=3),
     Unit("numpy", layer=4, reach=3, foreign=("numpy", "ml_dtypes")),
-    Unit("torch", layer=4, reach=3, peers=("numpy",), foreign=("torch", "numpy", "safetensors")),
-    Unit("convert", layer=5, reach=4, foreign=("torch", "numpy", "ml_dtypes", "safetensors")),
+    # Beside torch, which loads what it reads; so it knows nothing of dsdformat.torch.
+    Unit(
+        "convert",
+        layer=4,
+        reach=3,
+        peers=("numpy",),
+        foreign=("torch", "numpy", "ml_dtypes", "safetensors"),
+    ),
+    Unit(
+        "torch",
+        layer=4,
+        reach=3,
+        peers=("numpy", "convert"),
+        foreign=("torch", "numpy", "safetensors"),
+    ),
     Unit("cli", layer=6, reach=5, foreign=("typer", "rich", "numpy", "ml_dtypes")),
     # Shipped for tests, so above everything: nothing in the package may lean on it.
     Unit("testing", layer=7, reach=3, foreign=("pytest", "hypothesis")),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from dsdformat import DsdError
 from dsdformat.cli.options import Json
 from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import Output, format_count, format_size
@@ -64,8 +61,6 @@ Examples:
 """
 
 _SHOWN = 5
-_PYTHON = re.compile(r"\b([a-z_]+)=('[^']*'|True|False)")
-_OPTIONS = {"max_shard_bytes": "max-shard-size", "max_file_bytes": "max-shard-size"}
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="What there is.", show_default=False)]
 Destination = Annotated[
@@ -138,24 +133,20 @@ def convert(  # noqa: PLR0913, PLR0917  the options of a command are its paramet
         "weights_only": weights_only,
     }
     options: dict[str, Any] = {name: one for name, one in given.items() if one is not None}
-    try:
-        with progress_bar(out, "converting") as progress:
-            result = convert_checkpoint(
-                src,
-                dst,
-                to=to,
-                overwrite=overwrite,
-                select=select or None,
-                drop_values=drop_values,
-                unknown=unknown,
-                with_side_files=with_side_files,
-                verify=verify,
-                progress=progress,
-                **options,
-            )
-    except DsdError as error:
-        error.hint = error.hint and _as_options(error.hint)
-        raise
+    with progress_bar(out, "converting") as progress:
+        result = convert_checkpoint(
+            src,
+            dst,
+            to=to,
+            overwrite=overwrite,
+            select=select or None,
+            drop_values=drop_values,
+            unknown=unknown,
+            with_side_files=with_side_files,
+            verify=verify,
+            progress=progress,
+            **options,
+        )
     seconds = time.perf_counter() - began
     if json:
         out.document(_document(src, dst, result, seconds))
@@ -206,16 +197,3 @@ def _document(src: Path, dst: Path, result: Converted, seconds: float) -> dict[s
         "root": result.root,
         "seconds": round(seconds, 3),
     }
-
-
-def _as_options(hint: str) -> str:
-    """Return a hint with options of the command in the place of those of a call."""
-
-    def option(match: re.Match[str]) -> str:
-        name, value = match.groups()
-        flag = _OPTIONS.get(name, name.replace("_", "-"))
-        if value in ("True", "False"):
-            return f"--{flag}" if value == "True" else f"--no-{flag}"
-        return f"--{flag} {shlex.quote(value[1:-1])}"
-
-    return _PYTHON.sub(option, hint)

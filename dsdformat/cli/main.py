@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsdformat import ConvertError, DsdError, FormatError, StorageError
+from dsdformat.cli.hints import as_options
 
 if TYPE_CHECKING:
     import typer
@@ -46,6 +47,7 @@ Exit codes:
   2   the command was not understood, or names what is not there
   3   the system could not read
   70  a fault of dsd itself
+  130 interrupted; nothing half-made is left
 """
 
 
@@ -95,6 +97,7 @@ def make_app() -> typer.Typer:
         ls,
         merge,
         options,
+        plan,
         rename,
         show,
         stats,
@@ -110,6 +113,7 @@ def make_app() -> typer.Typer:
     app.callback(help=HELP)(options.dsd)
     app.command("info", help=info.HELP)(info.info)
     app.command("ls", help=ls.HELP)(ls.ls)
+    app.command("plan", help=plan.HELP)(plan.plan)
     app.command("show", help=show.HELP)(show.show)
     app.command("tree", help=tree.HELP)(tree.tree)
     app.command("stats", help=stats.HELP)(stats.stats)
@@ -171,10 +175,10 @@ def _describe(error: Exception) -> _Fault:
     if isinstance(error, FormatError):
         return _Fault(BAD, error.code, _problem_lines(error), error.hint)
     if isinstance(error, ConvertError):
-        return _Fault(BAD, error.code, (error.message,), error.hint)
+        return _Fault(BAD, error.code, (error.message,), as_options(error.hint))
     if isinstance(error, DsdError):
         exit_code = IO if isinstance(error, StorageError) else USAGE
-        return _Fault(exit_code, error.code, (error.message,), error.hint)
+        return _Fault(exit_code, error.code, (error.message,), as_options(error.hint))
     if isinstance(error, OSError):
         parts = (error.filename, error.strerror) if error.strerror else (error,)
         return _Fault(IO, "io_error", (": ".join(str(part) for part in parts if part),))

@@ -14,7 +14,16 @@ from dsdformat.convert.faults import fault
 from dsdformat.errors import Problem, printable
 from dsdformat.storage.local import LocalStorage, storage_errors
 
-__all__ = ["Bytes", "Folder", "MemoryBytes", "Window", "read_bytes", "read_exactly"]
+__all__ = [
+    "Bytes",
+    "FileBytes",
+    "Folder",
+    "MemoryBytes",
+    "Window",
+    "find_file",
+    "read_bytes",
+    "read_exactly",
+]
 
 PathLike = str | os.PathLike[str]
 _FORBIDDEN = ("/", "\\", "\0", ":")
@@ -54,6 +63,7 @@ class Window:
     """A part of other bytes.
 
     Attributes:
+        whole: What it is a part of.
         byte_offset: Where it begins in the whole.
     """
 
@@ -73,15 +83,15 @@ class Window:
             )
         self.name = f"{whole.name}: {name}" if name else whole.name
         self.byte_offset, self.nbytes = byte_offset, nbytes
-        self._whole = whole
+        self.whole = whole
 
     def read_into(self, byte_offset: int, into: memoryview) -> int:
         """Fill `into` from a place; return how many bytes there were."""
         room = max(0, self.nbytes - byte_offset)
-        return self._whole.read_into(self.byte_offset + byte_offset, into[:room])
+        return self.whole.read_into(self.byte_offset + byte_offset, into[:room])
 
 
-class _File:
+class FileBytes:
     """A file of a folder."""
 
     def __init__(self, storage: LocalStorage, label: str, path: str) -> None:
@@ -92,6 +102,10 @@ class _File:
     def read_into(self, byte_offset: int, into: memoryview) -> int:
         """Fill `into` from a place; return how many bytes there were."""
         return self._storage.read_into(self._label, byte_offset, into)
+
+    def map(self, *, writable: bool = False) -> memoryview | None:
+        """Return a map of the file; one that is writable is copy-on-write."""
+        return self._storage.map(self._label, writable=writable)
 
 
 class Folder:
@@ -130,12 +144,20 @@ class Folder:
             raise Problem("missing_file", f"{path} does not exist", where=label).error()
         if parent not in self._storages:
             self._storages[parent] = LocalStorage(parent)
-        return _File(self._storages[parent], label, path)
+        return FileBytes(self._storages[parent], label, path)
 
     def close(self) -> None:
         """Close all files."""
         for storage in self._storages.values():
             storage.close()
+
+
+def find_file(source: Bytes, byte_offset: int) -> tuple[FileBytes, int] | None:
+    """Return the file that a place in some bytes lies in, and where; None if they are in none."""
+    while isinstance(source, Window):
+        byte_offset += source.byte_offset
+        source = source.whole
+    return (source, byte_offset) if isinstance(source, FileBytes) else None
 
 
 def read_exactly(source: Bytes, byte_offset: int, into: memoryview) -> None:

@@ -119,8 +119,8 @@ def join_files(files: Sequence[Foreign], policy: Policy) -> Foreign:
         lines = "\n".join(map(str, rest.findings[:10]))
         raise fault("flat_shards", name, f"these differ on the ranks:\n{lines}", hint=_HINT)
 
-    def verify() -> int:
-        return sum(one.verify() for one in files)
+    def verify(part: int, of: int) -> int:
+        return sum(one.verify(part, of) for one in files)
 
     def close() -> None:
         for one in files:

@@ -136,7 +136,7 @@ class Foreign:
         settled: Settled,
         *,
         metadata: dict[str, str] | None = None,
-        verify: Callable[[], int] | None = None,
+        verify: Callable[[int, int], int] | None = None,
         close: Callable[[], None] | None = None,
         checkpoint: Checkpoint | None = None,
         sides: Callable[[], dict[str, Bytes]] | None = None,
@@ -207,8 +207,11 @@ class Foreign:
         """
         return state_of(self.tree)
 
-    def verify(self) -> int:
+    def verify(self, part: int = 0, of: int = 1) -> int:
         """Compare all data with the checksums that the file has of them, if it has any.
+
+        Args:
+            part, of: Which of so many parts of the data to compare, if not all of them.
 
         Returns:
             How many bytes were compared; 0 if there are no checksums.
@@ -218,7 +221,7 @@ class Foreign:
 
         Memory: 4 MiB.
         """
-        return 0 if self._verify is None else self._verify()
+        return 0 if self._verify is None else self._verify(part, of)
 
     def side_files(self) -> dict[str, Bytes]:
         """Return the files that belong to a model beside its data, as `config.json`, by name.

@@ -201,7 +201,7 @@ def _is_safetensors(source: Bytes, head: bytes) -> bool:
 def _open_file(kind: Kind, folder: Folder, name: str, policy: Policy) -> Foreign:
     source, close = folder.file(name), folder.close
     metadata: dict[str, str] = {}
-    verify: Callable[[], int] | None = None
+    verify: Callable[[int, int], int] | None = None
     if kind is Kind.TORCH_ZIP:
         archive = read_torch_archive(source)
         tree, verify = archive.tree, archive.verify
@@ -269,7 +269,7 @@ def _has_shards(path: str, file: str) -> bool:
 
 def _open_folder(kind: Kind, folder: Folder, policy: Policy) -> Foreign:
     metadata: dict[str, str] = {}
-    verify: Callable[[], int] | None = None
+    verify: Callable[[int, int], int] | None = None
     tree: Any
     if kind is Kind.DCP:
         dcp = DcpFolder(folder)

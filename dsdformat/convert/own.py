@@ -149,7 +149,7 @@ def open_own(path: PathLike, *, verify_data: bool = True, threads: int | None = 
             checkpoint.table.storage.name,
             Settled(_tree_of(checkpoint)),
             metadata=dict(checkpoint.user),
-            verify=lambda: _verify(path, threads),
+            verify=lambda part, _of: _verify(path, threads) if part == 0 else 0,
             close=checkpoint.close,
             checkpoint=checkpoint,
             sides=lambda: own_sides(checkpoint),

@@ -17,13 +17,14 @@ from dsdformat.errors import printable, shorten
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import INT63_MAX, JSON_NBYTES_MAX, NDIM_MAX
 
-__all__ = ["HeaderEntry", "SafetensorsHeader", "parse_json", "read_header"]
+__all__ = ["KINDS", "HeaderEntry", "SafetensorsHeader", "parse_json", "read_header"]
 
 _METADATA = "__metadata__"
-_DTYPES = {
+# Logical dtypes by the names that safetensors has for them.
+KINDS = {
     row.stored_as: row.name for row in DTYPES.values() if row.shape_rule == "s" and row.itemsize
 }
-_DTYPES |= {"U8": "uint8", "F16": "float16", "F64": "float64"}
+KINDS |= {"U8": "uint8", "F16": "float16", "F64": "float64"}
 _PACKED = "F4"
 
 
@@ -147,7 +148,7 @@ class _Reader:
             dtype: str | None = "float4_e2m1fn_x2"
             shape = [*shape[:-1], shape[-1] // 2]
         else:
-            dtype = _DTYPES.get(kind) if kind != _PACKED else None
+            dtype = KINDS.get(kind) if kind != _PACKED else None
         if dtype is not None and math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
             self.bad(f"{shown} has {end - begin} bytes for {shape} of {kind}")
         return HeaderEntry(name, dtype, kind, tuple(shape), self.begin + begin, end - begin)

@@ -18,6 +18,7 @@ from dsdformat.errors import ArgumentError
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
 from dsdformat.sources import Data, Reference, TensorSource
+from dsdformat.tensors import writable_bytes
 
 __all__ = ["ForeignTensor", "Part", "View", "packed_strides"]
 
@@ -104,12 +105,16 @@ class ForeignTensor:
         """Return the boxes of the parts."""
         return [part.box for part in self.parts]
 
-    def read(self, box: Box | None = None, *, into: Any = None) -> memoryview:
+    def read(
+        self, box: Box | None = None, *, into: Any = None, strides: Sequence[int] | None = None
+    ) -> memoryview:
         """Read one box as packed row-major little-endian bytes.
 
         Args:
             box: In elements of the shape; the whole tensor if None.
             into: A writable buffer of exactly the box's bytes; allocated here if None.
+            strides: Bytes from one element in `into` to the next, for each dim, if they are not
+                to be packed; it then is as long as they reach, or longer.
 
         Returns:
             A view of `into`, as bytes.
@@ -126,9 +131,10 @@ class ForeignTensor:
                 f"box {box} is not inside of the shape {list(self.shape)}",
                 code="box_out_of_bounds",
             )
-        view = _writable(into, box.numel * self.itemsize)
+        steps = None if strides is None else [step // self.itemsize for step in strides]
+        view = writable_bytes(into, box.numel * self.itemsize, longer=steps is not None)
         if box.numel:
-            self._read(self.parts, box, view)
+            self._read(self.parts, box, view, steps)
         return view
 
     def blocks(self, part: Part) -> Iterator[memoryview]:
@@ -160,26 +166,41 @@ class ForeignTensor:
         """Return a reference to a source of it, with the hints."""
         return Reference(source, dict(self.attributes))
 
-    def _read(self, parts: Sequence[Part], box: Box, into: memoryview) -> None:
+    def _read(
+        self,
+        parts: Sequence[Part],
+        box: Box,
+        into: memoryview,
+        steps: Sequence[int] | None = None,
+    ) -> None:
         for part in parts:
             shared = part.box.intersect(box)
             if shared is not None and shared.numel:
-                self._copy(part.open(), part.box, shared, box, into)
+                self._copy(part.open(), part.box, shared, box, into, steps)
 
-    def _copy(self, view: View, part: Box, shared: Box, box: Box, into: memoryview) -> None:
-        """Copy what a part and a box share to its place in the packed box."""
+    def _copy(
+        self,
+        view: View,
+        part: Box,
+        shared: Box,
+        box: Box,
+        into: memoryview,
+        steps: Sequence[int] | None = None,
+    ) -> None:
+        """Copy what a part and a box share to its place in the box, which is packed if no steps."""
         itemsize = self.itemsize
+        packed_box = steps is None
+        steps = packed_strides(box.shape) if steps is None else steps
         first = sum(
             (at - begin) * step
             for at, begin, step in zip(shared.offset, part.offset, view.strides, strict=True)
         )
-        steps = packed_strides(box.shape)
         at = sum(
             (a - b) * step for a, b, step in zip(shared.offset, box.offset, steps, strict=True)
         )
         byte_offset = view.byte_offset + first * itemsize
         swapped = view.big or view.conj or view.neg
-        if swapped and shared != box:
+        if swapped and not (packed_box and shared == box):
             # Into a buffer of its own first: the bytes are changed where they lie packed.
             packed = memoryview(bytearray(shared.numel * itemsize))
             self._copy(view, part, shared, shared, packed)
@@ -244,19 +265,3 @@ def _flip(data: memoryview, first: int, step: int) -> None:
 
 def _sum(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
     return tuple(a + b for a, b in zip(one, other, strict=True))
-
-
-def _writable(into: Any, nbytes: int) -> memoryview:
-    if into is None:
-        return memoryview(bytearray(nbytes))
-    try:
-        view = memoryview(into)
-    except TypeError:
-        raise ArgumentError(
-            f"into is not a buffer but a {type(into).__name__}", code="bad_argument"
-        ) from None
-    if view.readonly or not view.c_contiguous or view.nbytes != nbytes:
-        raise ArgumentError(
-            f"into is not a writable, contiguous buffer of {nbytes} bytes", code="bad_argument"
-        )
-    return view.cast("B") if nbytes else memoryview(bytearray())

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from dsdformat.boxes import Box
 from dsdformat.plan.copies import Copy
 
 __all__ = ["PAGE_NBYTES", "ChunkColumns", "CopyColumns", "LoadPlan", "RangeColumns"]
@@ -103,6 +104,8 @@ class LoadPlan:
         gap_nbytes: Bytes between ranges, which are read and dropped.
         room: Of each wanted box, how many bytes its destination has, from the first element.
         strided: Wanted boxes whose destination may go on behind that.
+        others: Wanted boxes, by number, that whoever made the plan reads in another way, since
+            what is stored are not packed bytes; they count as read once. Empty for ours.
     """
 
     block_nbytes: int
@@ -119,6 +122,7 @@ class LoadPlan:
     gap_nbytes: int = 0
     room: dict[int, int] = field(default_factory=dict)
     strided: set[int] = field(default_factory=set)
+    others: dict[int, tuple[int, Box, tuple[int, ...] | None]] = field(default_factory=dict)
 
     @property
     def read_nbytes(self) -> int:

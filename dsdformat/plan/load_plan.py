@@ -24,18 +24,26 @@ import itertools
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from dsdformat.boxes import Box
 from dsdformat.errors import ArgumentError
 from dsdformat.format.checks import ChunkPlace
 from dsdformat.format.codecs import RAW
+from dsdformat.format.dtypes import Dtype
 from dsdformat.limits import KIB
-from dsdformat.plan.chunk_tables import ChunkTable
 from dsdformat.plan.copies import Copy, find_copy
 from dsdformat.plan.load_columns import PAGE_NBYTES, LoadPlan
 
-__all__ = ["BATCH_NBYTES", "BOUND", "SMALL_NBYTES", "LoadPlan", "LoadPlanner", "Wanted"]
+__all__ = [
+    "BATCH_NBYTES",
+    "BOUND",
+    "SMALL_NBYTES",
+    "Chunks",
+    "LoadPlan",
+    "LoadPlanner",
+    "Wanted",
+]
 
 BOUND = 1.05
 SMALL_NBYTES = 64 * KIB  # what is smaller is read together with its neighbours
@@ -56,6 +64,17 @@ class Wanted(NamedTuple):
     tensor: int
     box: Box
     strides: tuple[int, ...] | None = None
+
+
+class Chunks(Protocol):
+    """The chunks of one tensor, as a planner needs them: a `ChunkTable`, or what is alike."""
+
+    @property
+    def dtype(self) -> Dtype:
+        """Of the tensor."""
+
+    def meeting(self, box: Box) -> Iterator[ChunkPlace]:
+        """List the chunks that may meet a box that has elements."""
 
 
 class LoadPlanner:
@@ -80,7 +99,7 @@ class LoadPlanner:
         self._plan = LoadPlan(block_nbytes, verify)
         self._bound = bound
 
-    def add(self, tensor: int, table: ChunkTable, boxes: Sequence[tuple[int, Wanted]]) -> None:
+    def add(self, tensor: int, table: Chunks, boxes: Sequence[tuple[int, Wanted]]) -> None:
         """Add all boxes that are wanted of one tensor, each with its number.
 
         Raises:

@@ -17,6 +17,7 @@ from dsdformat.torch.gather import gather
 from dsdformat.torch.load import load, load_model
 from dsdformat.torch.mapped import map_parameters
 from dsdformat.torch.per_rank import PerRank
+from dsdformat.torch.preflight import Preflight, preflight
 from dsdformat.torch.recipes import Recipe
 from dsdformat.torch.report import Cast, Loaded, LoadReport, Mismatch
 from dsdformat.torch.rng import rng_state, set_rng_state
@@ -30,6 +31,7 @@ __all__ = [
     "Loaded",
     "Mismatch",
     "PerRank",
+    "Preflight",
     "Recipe",
     "broadcast",
     "consolidate",
@@ -39,6 +41,7 @@ __all__ = [
     "load",
     "load_model",
     "map_parameters",
+    "preflight",
     "rng_state",
     "save",
     "set_rng_state",

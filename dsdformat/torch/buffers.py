@@ -20,6 +20,7 @@ from dsdformat.limits import MIB
 __all__ = [
     "Data",
     "as_bits",
+    "as_bytes",
     "box_view",
     "bytes_of",
     "carrier",
@@ -32,6 +33,7 @@ __all__ = [
     "overlaps_itself",
     "row_boxes",
     "tensor_over",
+    "typed",
 ]
 
 Data = memoryview | Callable[[], Iterator[memoryview]]
@@ -204,6 +206,25 @@ def tensor_over(view: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> t
     """Return the tensor of these packed bytes, which it shares and keeps alive."""
     raw = torch.frombuffer(view, dtype=torch.uint8).view(carrier(dtype.itemsize))
     return _retyped(raw.view(tuple(shape)), dtype)
+
+
+def typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """View bytes, on any device, as elements."""
+    view: Any = torch.empty(0, dtype=dtype, device=raw.device)
+    count = raw.numel() // dtype.itemsize
+    result: torch.Tensor = view.set_(
+        raw.untyped_storage(), raw.storage_offset() // dtype.itemsize, (count,), (1,)
+    )
+    return result
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor, on any device, as its bytes."""
+    view: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    width = tensor.element_size()
+    start, nbytes = tensor.storage_offset() * width, tensor.numel() * width
+    result: torch.Tensor = view.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+    return result
 
 
 def _retyped(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

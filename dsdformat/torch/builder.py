@@ -14,11 +14,11 @@ import torch
 from dsdformat.errors import ArgumentError, UnsupportedValueError
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
-from dsdformat.reader import Checkpoint
 from dsdformat.torch.buffers import bytes_of, carrier, empty, memory_order, tensor_over
 from dsdformat.torch.composites import put_together
 from dsdformat.torch.dtypes import torch_dtype
 from dsdformat.torch.moves import Move, can_cast, verify_whole
+from dsdformat.torch.origin import Origin
 from dsdformat.torch.sources import ORDER, numpy_side
 from dsdformat.torch.stored import Composite, Path, Stored, find_items, is_numpy, rebuilt
 
@@ -48,7 +48,7 @@ class Builder:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Origin,
         *,
         mmap: bool,
         types: Mapping[str, type],
@@ -96,6 +96,11 @@ class Builder:
         for step, item in find_items(value) or ():
             self.need(item, (*path, step), form)
 
+    def targets(self) -> Iterator[tuple[int, torch.dtype]]:
+        """List the tensors that were announced, by number, and their dtypes."""
+        for (index, form), stored in self._needed.items():
+            yield index, form.dtype or torch_dtype(stored.entry.dtype) or _carrier_of(stored)
+
     def moves(self) -> Iterator[Move]:
         """Allocate what was announced, and list what is to be read."""
         for key, stored in self._needed.items():
@@ -108,7 +113,7 @@ class Builder:
                     self._made[key] = mapped
                     continue
             if stored.entry.nbytes >= MIB:
-                self._checkpoint.table.row(index)  # that there is so much, before it is allocated
+                stored.entry.check()  # that there is so much, before it is allocated
             made = empty(stored.entry.shape, dtype, form.device, stored.attributes.get(ORDER))
             self._made[key] = made
             yield Move(index, at_rest, made)
@@ -183,8 +188,8 @@ class Builder:
         tensor = tensor_over(view, dtype, stored.entry.shape)
         if tensor.data_ptr() % dtype.itemsize:
             return None
-        if self._checkpoint.table.verifies:
-            verify_whole(self._checkpoint, stored.index)
+        if self._checkpoint.verifies:
+            verify_whole(stored.entry)
         return tensor
 
 

@@ -18,6 +18,7 @@ from dsdformat.format.paths import emit_name, render_path
 from dsdformat.format.values import encoded_key
 from dsdformat.limits import DEPTH_MAX
 from dsdformat.torch.fsdp1 import find_units
+from dsdformat.torch.fsdp2 import shown_as_shards
 from dsdformat.torch.introspect import (
     Kind,
     as_mapping,
@@ -26,11 +27,11 @@ from dsdformat.torch.introspect import (
     kind_of,
 )
 from dsdformat.torch.live_model import LiveModel
-from dsdformat.torch.names import Namer
+from dsdformat.torch.names import Namer, modules_in
 from dsdformat.torch.optim import capture_optimizers
 from dsdformat.torch.stored import find_items
 
-__all__ = ["capture", "check_acyclic"]
+__all__ = ["capture", "capture_with_buffers", "check_acyclic"]
 
 Path = tuple[Any, ...]
 
@@ -43,16 +44,30 @@ def capture(state: Mapping[str, Any]) -> dict[str, Any]:
         UnsupportedValueError: an optimizer without its module; tensors without data.
         MismatchError: `state_conflict`: parts of one model or optimizer say different things.
     """
+    return capture_with_buffers(state)[0]
+
+
+def capture_with_buffers(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path]]:
+    """Return a state with plain values, as `capture`, and where in it are buffers of modules."""
     state = dict(as_mapping(state))
     check_acyclic(state)
-    plain: dict[str, Any] = _Capture(state).walk_items(state, ())
+    with shown_as_shards(modules_in(state)):
+        walk = _Capture(state)
+        plain: dict[str, Any] = walk.walk_items(state, ())
     check_acyclic(plain)
     _check_data(plain)
-    return plain
+    return plain, walk.buffers
 
 
 class _Capture:
+    """Walks a state.
+
+    Attributes:
+        buffers: Where those of modules are, as far as they are tensors.
+    """
+
     def __init__(self, state: Mapping[str, Any]) -> None:
+        self.buffers: list[Path] = []
         self._units_of = functools.cache(find_units)
         self._namer = Namer(state, self._units_of)
 
@@ -101,13 +116,15 @@ class _Capture:
 
     def _entries(self, module: nn.Module, path: Path) -> Iterator[tuple[str, Any]]:
         try:
-            entries = LiveModel(module, units=self._units_of(module)).entries()
+            live = LiveModel(module, units=self._units_of(module))
+            entries = live.entries()
         except UnsupportedValueError as error:
             raise UnsupportedValueError(
                 f"{render_path(path)}: {error.message}",
                 path_in_tree=render_path(path),
                 hint=error.hint,
             ) from None
+        self.buffers.extend((*path, name) for name in live.buffers())
         return ((name, value) for _, name, value in entries)
 
 

@@ -4,6 +4,8 @@ Values travel in the format's own encoding, tensors as bytes: gloo refuses sever
 bytes are what is meant. Ranks that are no process group of the user's, as those of a mesh of
 several axes in one pipeline stage, talk from one to another in the default group: to make a group
 would need ranks that take no part.
+
+Somewhat long, since both ways to talk are one class each, and errors go with what can fail.
 """
 
 from __future__ import annotations
@@ -204,7 +206,10 @@ class Comm:
         if self.world_size == 1:
             return [buffer]
         received = self._buffer(sum(sizes))
-        distributed.all_to_all_single(received, buffer, list(sizes), list(sent), group=self.group)
+        with self._in_contact():
+            distributed.all_to_all_single(
+                received, buffer, list(sizes), list(sent), group=self.group
+            )
         return list(torch.split(received, list(sizes)))
 
     def share(self, part: torch.Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -256,10 +261,31 @@ class Comm:
         Ranks: collective over the group.
         """
         if self.world_size > 1 and tensor.numel():
-            distributed.broadcast(tensor, src=self.ranks[source], group=self.group)
+            with self._in_contact():
+                distributed.broadcast(tensor, src=self.ranks[source], group=self.group)
+
+    @contextmanager
+    def _in_contact(self) -> Iterator[None]:
+        """Talk to other ranks; if that fails, say what it means.
+
+        Raises:
+            DistributedError: `ranks_absent`.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # each backend has kinds of its own
+            raise DistributedError(
+                f"rank {self.ranks[self.rank]} has lost contact with other ranks: {error}",
+                code="ranks_absent",
+                failures={},
+                hint="one of them has ended, or is somewhere else: see what each has said last",
+            ) from error
 
     def _all_gather(self, parts: list[torch.Tensor], part: torch.Tensor) -> None:
-        distributed.all_gather(parts, part, group=self.group)
+        with self._in_contact():
+            distributed.all_gather(parts, part, group=self.group)
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -287,40 +313,44 @@ class _Some(Comm):
         parts = torch.split(buffer, list(sent))
         received = [self._buffer(size) for size in sizes]
         received[self.rank] = parts[self.rank]
+        self._trade(parts, received)
+        return received
+
+    def _trade(self, parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Send each other rank its part; fill what is received of them."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         steps = [
             distributed.P2POp(distributed.irecv, received[rank], self.ranks[rank])
             for rank in others
-            if sizes[rank]
+            if received[rank].numel()
         ]
         steps += [
             distributed.P2POp(distributed.isend, parts[rank], self.ranks[rank])
             for rank in others
-            if sent[rank]
+            if parts[rank].numel()
         ]
-        for work in distributed.batch_isend_irecv(steps) if steps else ():
-            work.wait()
-        return received
+        with self._in_contact():
+            for work in distributed.batch_isend_irecv(steps) if steps else ():
+                work.wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Pass on along a binomial tree, as log2 of the group's size steps."""
         place = (self.rank - source) % self.world_size
         step = 1
-        while step < self.world_size:
-            if step <= place < 2 * step:
-                distributed.recv(tensor, self._at(place - step, source))
-            elif place < step and place + step < self.world_size:
-                distributed.send(tensor, self._at(place + step, source))
-            step *= 2
+        with self._in_contact():
+            while step < self.world_size:
+                if step <= place < 2 * step:
+                    distributed.recv(tensor, self._at(place - step, source))
+                elif place < step and place + step < self.world_size:
+                    distributed.send(tensor, self._at(place + step, source))
+                step *= 2
 
     def _at(self, place: int, source: int) -> int:
         return self.ranks[(place + source) % self.world_size]
 
     def _all_gather(self, parts: list[torch.Tensor], part: torch.Tensor) -> None:
-        count = self.world_size
-        received = self.exchange(part.repeat(count), [part.numel()] * count, [part.numel()] * count)
-        for buffer, one in zip(parts, received, strict=True):
-            buffer.copy_(one)
+        parts[self.rank].copy_(part)
+        self._trade([part] * self.world_size, parts)
 
 
 def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:

@@ -20,10 +20,12 @@ from torch import nn
 
 __all__ = [
     "FlatParameterInfo",
+    "GatheredFsdp2",
     "coo_components",
     "default_store",
     "exact_states",
     "fairscale_flats",
+    "find_gathered_fsdp2",
     "find_wrapped",
     "fsdp1_buffer_dtypes",
     "fsdp1_info",
@@ -293,6 +295,37 @@ def _is_of_fsdp1(hook: Any) -> bool:
     function = getattr(hook, "hook", hook)  # torch wraps some
     function = getattr(function, "func", function)
     return getattr(function, "__module__", "") == "torch.distributed.fsdp._state_dict_utils"
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredFsdp2:
+    """Parameters that FSDP2 has gathered together, as it knows them.
+
+    Attributes:
+        parameters: Modules that show one, its name there, and the shard of it: a DTensor.
+        hooks: Modules that reshard all of them before they give a state dict, and the number of
+            the hook.
+    """
+
+    parameters: tuple[tuple[nn.Module, str, Any], ...]
+    hooks: tuple[tuple[nn.Module, int], ...]
+
+
+def find_gathered_fsdp2(module: Any) -> Iterator[GatheredFsdp2]:
+    """Yield what an FSDP2 module has gathered at the moment, without its submodules of FSDP2."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.6 has one
+    for group in (state._fsdp_param_group,) if groups is None else groups:
+        if group is None or group.is_sharded:
+            continue
+        shown = []
+        for parameter in group.fsdp_params:
+            info, shard = parameter._module_info, parameter.sharded_param
+            shown.append((info.module, info.param_name, shard))
+            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+            shown.extend((owner, name, shard) for owner, name in shared)
+        handles = group._module_to_pre_save_state_dict_hook_handle.items()
+        yield GatheredFsdp2(tuple(shown), tuple((owner, one.id) for owner, one in handles))
 
 
 def root_mesh(mesh: Any) -> Any:

@@ -250,19 +250,20 @@ class _Axes:
         from torch.distributed.tensor import Replicate
 
         mesh = specs[0][0]
-        whole = (Replicate(),) * mesh.ndim
-        shapes, placements, held = [], [], []
-        for number, spec in enumerate(info.specs):
-            local = spread.sharding(info, number)
-            shape, cuts = local.shape, whole
-            if spec is not None:
-                _, cuts, shape = spec_of_local(spec)
-            outer = sharding_of_placements(shape, mesh, cuts)
-            shapes.append(shape)
-            placements.append(cuts)
-            held.append(_combined(outer, local, spread.position))
         rows = Comm(spread.group).gather_values(mesh.mesh.flatten().tolist())
         comm = Comm.of_ranks({rank for row in rows for rank in row})
+        whole = (Replicate(),) * mesh.ndim
+        shapes, placements, held = [], [], []
+        with comm.together("looking at FSDP1's parameters"):
+            for number, spec in enumerate(info.specs):
+                local = spread.sharding(info, number)
+                shape, cuts = local.shape, whole
+                if spec is not None:
+                    _, cuts, shape = spec_of_local(spec)
+                outer = sharding_of_placements(shape, mesh, cuts)
+                shapes.append(shape)
+                placements.append(cuts)
+                held.append(_combined(outer, local, spread.position))
         tables = comm.gather_values(
             [[[_numbers(one.outer), _numbers(one.inner)] for one in row] for row in held]
         )
@@ -284,7 +285,9 @@ def _combined(outer: MeshSharding, local: FlatSharding, position: int) -> list[H
                 continue
             if common != box or order is not None:
                 raise UnsupportedValueError(
-                    f"FSDP1 over a DTensor of placements {outer.describe()} cannot be read"
+                    f"FSDP1 over a DTensor of placements {outer.describe()} cannot be read: it "
+                    "has flattened local tensors that do not lie in rows",
+                    hint="use a torch from 2.7 on, or FSDP2",
                 )
             moved = zip(box.offset, local_box.offset, tensor_box.offset, strict=True)
             held.append(Held(Box(tuple(a - b + c for a, b, c in moved), box.shape), piece))

@@ -127,6 +127,11 @@ class LiveModel:
 
         return order
 
+    def buffers(self) -> list[str]:
+        """List the names of buffers that state dicts have."""
+        known = set(map(id, self.model.buffers()))
+        return [name for name, one in self.tensors.items() if id(one) in known]
+
     def frozen(self) -> list[str]:
         """List the names of parameters that need no gradient."""
         return [

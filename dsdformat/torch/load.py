@@ -10,18 +10,21 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from dsdformat import folders
-from dsdformat.errors import DsdError
-from dsdformat.folders import PathLike
+from dsdformat.convert import Policy
+from dsdformat.convert.opening import Paths, open_origin
+from dsdformat.convert.reading import ForeignReader
+from dsdformat.errors import DsdError, MismatchError
 from dsdformat.reader import Checkpoint
 from dsdformat.renaming import renamed
 from dsdformat.selection import Rename
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.comm import Comm
+from dsdformat.torch.fitting import fitted
 from dsdformat.torch.introspect import as_mapping
 from dsdformat.torch.loading import Loading
 from dsdformat.torch.moves import fill
 from dsdformat.torch.options import ByName, Device, LoadOptions, as_device
+from dsdformat.torch.origin import Origin
 from dsdformat.torch.per_rank import chosen
 from dsdformat.torch.recipes import RECIPES, Recipe, build, find_recipe
 from dsdformat.torch.report import Loaded
@@ -42,7 +45,7 @@ __all__ = ["load", "load_model"]
 
 @overload
 def load(
-    path: PathLike,
+    path: Paths,
     state: None = None,
     *,
     strict: bool | Mapping[str, bool] = ...,
@@ -55,12 +58,13 @@ def load(
     verify: bool = ...,
     digest: str | None = ...,
     threads: int | None = ...,
+    unknown: Policy = ...,
 ) -> dict[str, Any]: ...
 
 
 @overload
 def load(
-    path: PathLike,
+    path: Paths,
     state: Mapping[str, Any],
     *,
     strict: bool | Mapping[str, bool] = ...,
@@ -73,14 +77,16 @@ def load(
     verify: bool = ...,
     digest: str | None = ...,
     threads: int | None = ...,
+    unknown: Policy = ...,
     group: Any = ...,
     alone: bool = ...,
+    share_reads: bool = ...,
 ) -> Loaded: ...
 
 
 # long: the options and their documentation
 def load(  # noqa: PLR0913
-    path: PathLike,
+    path: Paths,
     state: Mapping[str, Any] | None = None,
     *,
     strict: bool | Mapping[str, bool] = True,
@@ -93,8 +99,10 @@ def load(  # noqa: PLR0913
     verify: bool = True,
     digest: str | None = None,
     threads: int | None = None,
+    unknown: Policy = "refuse",
     group: Any = None,
     alone: bool = False,
+    share_reads: bool = True,
 ) -> dict[str, Any]:
     """Load a checkpoint into modules, optimizers and tensors, or as a plain nested state.
 
@@ -105,8 +113,15 @@ def load(  # noqa: PLR0913
     On several ranks, all of them load into a state together, however it was saved: of DTensors, and
     of what lies in flat shards of FSDP1, each rank reads the bytes of its own shard.
 
+    Foreign checkpoints are loaded in the same way, with the same options: a safetensors file, a
+    Hugging Face folder, a file of `torch.save`, a folder of DCP, an npz file. Nothing in them is
+    executed. Where no root key is one of the state and the checkpoint is a state dict, it is that
+    of the state's only module. What an optimizer keeps under numbers belongs to the parameters
+    that the live one has at these places of its groups.
+
     Args:
-        path: The checkpoint's folder.
+        path: The checkpoint's folder, or a foreign file or folder; or a mapping from root keys to
+            foreign ones, as `{"model": "hf-folder", "optimizer": "optimizer.pt"}`.
         state: What to load into, in the form that `save` takes. Plain values in it are not
             changed: what is stored in their place is returned, whatever it is; so
             `{"rng": None}` asks for all that is stored under `rng`. None for the plain nested
@@ -125,10 +140,17 @@ def load(  # noqa: PLR0913
             CPU and stored raw in one piece. Copy-on-write: the file never changes.
         types: Tensor subclasses that may be made, of those with `__tensor_flatten__`.
         verify: Whether to compare data with its digests; also for maps, which are read once then.
-        digest: The root digest that the checkpoint must have.
+            What a foreign checkpoint has checksums of (`torch.save`, DCP) is compared as a whole
+            before anything is changed, a part by each of the ranks; safetensors has none.
+        digest: The root digest that the checkpoint must have. A foreign one has none.
         threads: How many threads read; up to 8 if None.
+        unknown: What to do with objects of a foreign checkpoint that are no plain values: `refuse`
+            it, `drop` them, or `record` their names and parts as plain values.
         group: The process group of the ranks that load together; the default one if None.
         alone: Whether this rank loads by itself, as others do not make this call.
+        share_reads: Whether ranks that want the same boxes, as replicas do, read each of them
+            once: one rank reads and verifies it, and passes it on. It is one that has written it,
+            where as many ranks read as have written. False for each to read by itself.
 
     Names are display names, as `dsd ls` prints them: `model/layers.0.weight`. In a glob, `*` also
     matches `/`, and the name of a branch means all that is below it.
@@ -141,40 +163,75 @@ def load(  # noqa: PLR0913
         MismatchError: `state_mismatch`, with a `report`; nothing was changed.
         EntryNotFoundError: `select` or `rename` name nothing that is there.
         UnsupportedValueError: a dtype that this torch lacks, or a type that is not in `types`.
+        ConvertError: a foreign checkpoint is damaged, or of no kind that is known, or holds
+            objects that are no plain values.
         FormatError: the checkpoint is damaged; see `dsdformat.open`. After `checksum_mismatch`,
             tensors of the state may hold part of what was read.
         DistributedError: `rank_failed`, on every rank, with the cause of each rank that failed.
+        RankDisagreementError: `ranks_disagree`: ranks load different checkpoints, or disagree
+            about `share_reads`.
 
     Ranks: collective over the group with a state; local without one, and if `alone`.
     Memory: new tensors, and one block per thread; 32 MiB more where tensors of the state are not
-    contiguous, not on the CPU or of another dtype.
+    contiguous, not on the CPU or of another dtype; up to 64 MiB to share reads.
     """
     options = LoadOptions.of(strict, device, dtype, rename, select, mmap, types)
-    opened = functools.partial(folders.open, path, verify=verify, digest=digest, threads=threads)
+    opened = functools.partial(
+        open_origin, path, verify=verify, digest=digest, threads=threads, unknown=unknown
+    )
     if state is None:
-        with opened() as checkpoint:
-            tree, _ = renamed(read_tree(checkpoint), options.renames)
+        with contextlib.closing(opened()) as origin:
+            tree, _ = renamed(read_tree(origin), options.renames)
             options.selection.check_used([display(place) for place, _ in leaves(tree)])
-            return _load_plain(checkpoint, tree, options)
+            if isinstance(origin, ForeignReader):
+                origin.prepare((), verify=verify)
+            return _load_plain(origin, tree, options)
     comm = Comm.alone() if alone else Comm(group)
     with contextlib.ExitStack() as stack:
         with comm.together("load"):
-            template = as_mapping(state)
-            checkpoint = stack.enter_context(opened())
-            tree, moved = renamed(read_tree(checkpoint), options.renames)
-            tree, template = chosen(tree, template, comm.rank)
-            loading = Loading(checkpoint, tree, template, options, moved)
-            loading.check()
-        loading.prepare()
+            origin = stack.enter_context(contextlib.closing(opened()))
+        comm.check_agreement([_named(origin), f"share_reads={share_reads}"], "what is loaded")
         with comm.together("load"):
-            return loading.run()
+            template = as_mapping(state)
+            tree, moved = renamed(read_tree(origin), options.renames)
+            hint = None
+            if isinstance(origin, ForeignReader):
+                tree, hint = fitted(tree, template, origin.name)
+            tree, template, fresh = chosen(tree, template, comm.rank)
+            loading = Loading(origin, tree, template, options, moved)
+            loading.plan.report.fresh += fresh
+            _check(loading, hint)
+            if isinstance(origin, ForeignReader):
+                origin.prepare(loading.wanted(), verify=verify, part=comm.rank, of=comm.world_size)
+        loading.prepare()
+        return loading.run(comm, share_reads=share_reads)
+
+
+def _named(origin: Checkpoint | ForeignReader) -> str:
+    """Return what is equal on ranks that load the same."""
+    if isinstance(origin, ForeignReader):
+        return f"{len(origin)} tensors of {origin.name}"
+    return f"root {origin.root}"
+
+
+def _check(loading: Loading, hint: str | None) -> None:
+    """Raise if something does not fit, with a better hint if there is one."""
+    try:
+        loading.check()
+    except MismatchError as error:
+        if hint is None:
+            raise
+        raise MismatchError(
+            error.message, code=error.code, hint=hint, report=error.report
+        ) from None
 
 
 def load_model(
-    path: PathLike,
+    path: Paths,
     registry: Mapping[str, Callable[..., nn.Module]],
     *,
     name: str = "model",
+    recipe: Recipe | None = None,
     device: Device | None = None,
     dtype: torch.dtype | None = None,
     mmap: bool = False,
@@ -189,10 +246,12 @@ def load_model(
     on the device, so that they have their values.
 
     Args:
-        path: The checkpoint's folder, saved with `recipes`.
+        path: The checkpoint's folder, saved with `recipes`; or, with a `recipe`, any checkpoint
+            that `load` takes.
         registry: What recipes' names mean: functions or classes that give modules. Nothing is
             ever imported by a name from the file.
         name: Root key of the model.
+        recipe: What builds the model; as the checkpoint says if None.
         device: Where the model is made; the CPU if None.
         dtype: What the model's floating tensors are converted to; as it is built if None.
         mmap, verify, digest, threads: As in `load`.
@@ -209,14 +268,18 @@ def load_model(
     """
     target = torch.device("cpu") if device is None else as_device(device)
     options = LoadOptions.of(device=target, dtype=dtype, mmap=mmap)
-    with folders.open(path, verify=verify, digest=digest, threads=threads) as checkpoint:
-        tree = read_tree(checkpoint)
-        recipe = find_recipe(tree.get(RECIPES), name, str(path))
-        stored = {name: tree.get(name)}
+    opened = open_origin(path, verify=verify, digest=digest, threads=threads)
+    with contextlib.closing(opened) as origin:
+        tree = read_tree(origin)
+        recipe = recipe or find_recipe(tree.get(RECIPES), name, str(path))
 
         def compared(module: nn.Module) -> Loading:
             module = module if dtype is None else module.to(dtype)
-            return Loading(checkpoint, stored, {name: module}, options)
+            stored = {name: tree.get(name)}
+            if isinstance(origin, ForeignReader):
+                stored, _ = fitted(tree, {name: module}, origin.name)
+                stored = {name: stored.get(name)}
+            return Loading(origin, stored, {name: module}, options)
 
         module = _built(recipe, registry, torch.device("meta"))
         loading = None if module is None else compared(module)
@@ -228,7 +291,9 @@ def load_model(
             assert module is not None
             loading = compared(module)
         loading.check()
-        loading.run()
+        if isinstance(origin, ForeignReader):
+            origin.prepare(loading.wanted(), verify=verify)
+        loading.run(Comm.alone(), share_reads=False)
         assert module is not None
         return module
 
@@ -251,9 +316,7 @@ def _built(
         set_rng_state(state)
 
 
-def _load_plain(
-    checkpoint: Checkpoint, tree: dict[str, Any], options: LoadOptions
-) -> dict[str, Any]:
+def _load_plain(origin: Origin, tree: dict[str, Any], options: LoadOptions) -> dict[str, Any]:
     tree = pruned(tree, options.selection)
     kept = tuple(f"{display(path)}/" for path in _kept_dtypes(tree, ()))
 
@@ -262,10 +325,10 @@ def _load_plain(
         return Form(cast, options.device(name))
 
     builder = Builder(
-        checkpoint, mmap=options.mmap, types=options.types, form=form, names=names_of(tree)
+        origin, mmap=options.mmap, types=options.types, form=form, names=names_of(tree)
     )
     builder.need(tree)
-    fill(checkpoint, list(builder.moves()))
+    fill(origin, list(builder.moves()))
     result: dict[str, Any] = builder.make(tree, ())
     return result
 

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsdformat.reader import Checkpoint
+from torch.optim import Optimizer
+
+from dsdformat.plan.load_plan import Wanted
 from dsdformat.renaming import Moved
 from dsdformat.torch.builder import Builder, Form
+from dsdformat.torch.comm import Comm
 from dsdformat.torch.fsdp1 import reshard
+from dsdformat.torch.fsdp2 import reshard_fsdp2, shown_as_shards
 from dsdformat.torch.introspect import Kind, holds_leaves, kind_of
 from dsdformat.torch.memory import Memory
-from dsdformat.torch.moves import fill
-from dsdformat.torch.names import Namer
+from dsdformat.torch.names import Namer, modules_in
+from dsdformat.torch.numbered import OrderUnknownError, is_of_torch, named_state
 from dsdformat.torch.options import LoadOptions
+from dsdformat.torch.origin import Origin
 from dsdformat.torch.place_modules import place_modules
 from dsdformat.torch.place_optim import place_optimizers
 from dsdformat.torch.placing import Plan
 from dsdformat.torch.report import Loaded
+from dsdformat.torch.shared_reads import fill_together
 from dsdformat.torch.sources import numpy_side
 from dsdformat.torch.stored import (
     ABSENT,
+    Live,
     Path,
     Stored,
     as_array,
@@ -57,13 +64,6 @@ _ORDER = (
 )
 
 
-@dataclass
-class Live:
-    """A leaf of the state, in a sequence of which something is returned."""
-
-    value: Any
-
-
 def _with_live(value: Any) -> Any:
     if isinstance(value, Live):
         return value.value
@@ -78,7 +78,7 @@ class Loading:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Origin,
         tree: dict[str, Any],
         state: Mapping[str, Any],
         options: LoadOptions,
@@ -90,23 +90,31 @@ class Loading:
         selected = not options.selection.everything
         self._names = [display(path) for path, _ in leaves(tree)] if selected else []
         state = dict(state)
-        self._namer = Namer(state)
-        taken = Memory(state)
+        self._modules = modules_in(state)
+        with shown_as_shards(self._modules):
+            self._compare(state, tree)
+
+    def _compare(self, state: dict[str, Any], tree: dict[str, Any]) -> None:
+        """Plan what is read into what, and note what does not fit."""
+        options = self._options
         self._tasks: dict[Kind, list[_Task]] = {kind: [] for kinds in _ORDER for kind in kinds}
+        self._namer = Namer(state)
         builder = Builder(
-            checkpoint,
+            self._checkpoint,
             mmap=options.mmap,
             types=options.types,
             form=lambda name: Form(None, options.device(name)),
             names=names_of(tree),
         )
+        # Of optimizers: where the module of the names is, and what is stored by names.
+        self.sections: list[tuple[Path | None, Any]] = []
         self.plan = Plan(
             builder,
             options.selection,
             dtype=options.dtype,
             device=options.device,
             strict=options.strict,
-            memory=taken,
+            memory=Memory(state),
         )
         self._rest = self._walk_dict(state, tree, ())
         for kinds in _ORDER:
@@ -128,24 +136,28 @@ class Loading:
         self.plan.report.check(self._options.strict)
 
     def prepare(self) -> None:
-        """Let go of flat parameters of FSDP1 that are gathered at the moment.
+        """Let go of parameters of FSDP1 and FSDP2 that are gathered at the moment.
 
-        Ranks: collective over their process groups, if there are any.
+        Ranks: collective over the process groups of FSDP1, if there are any.
         """
-        for kind in (Kind.MODULE, Kind.MODULES):
-            for task in self._tasks[kind]:
-                for module in [task.live] if kind is Kind.MODULE else task.live:
-                    reshard(module)
+        for module in self._modules:
+            reshard(module)
+            reshard_fsdp2(module)
 
-    def run(self) -> Loaded:
+    def wanted(self) -> list[Wanted]:
+        """List what will be read into tensors that are in use."""
+        return [move.wanted() for move in self.plan.in_place]
+
+    def run(self, comm: Comm, *, share_reads: bool) -> Loaded:
         """Read what was checked, and put everything in its place.
 
-        Ranks: local.
+        Ranks: collective over the group.
         """
-        for moves in self.plan.moves():
-            fill(self._checkpoint, moves)
-        self.plan.finish()
-        return Loaded(_with_live(self.plan.builder.make(self._rest, ())), self.plan.report)
+        for moves in (self.plan.moves_of_new, self.plan.moves_in_place):
+            fill_together(comm, self._checkpoint, moves, share_reads=share_reads)
+        with comm.together("load"):
+            self.plan.finish()
+            return Loaded(_with_live(self.plan.builder.make(self._rest, ())), self.plan.report)
 
     def _walk(self, live: Any, stored: Any, path: Path, *, whole: bool = False) -> Any:
         """Return what of the stored has no place, or `_PLACED`.
@@ -224,12 +236,8 @@ class Loading:
         if kind in (Kind.MODULE, Kind.MODULES):
             place_modules(self.plan, [live] if kind is Kind.MODULE else live, stored, path)
         elif kind in (Kind.OPTIMIZER, Kind.OPTIMIZERS):
-            if not self._is_selected(stored, path):
-                return
             parts = [live] if kind is Kind.OPTIMIZER else live
-            names = self._namer.names_of(parts, path)
-            renamed = self._moved.of(names.path)
-            place_optimizers(self.plan, parts, names, stored, path, renamed)
+            self._place_optimizers(parts, stored, path)
         elif not self._is_selected(stored, path):
             return
         elif kind is Kind.TENSOR:
@@ -246,6 +254,22 @@ class Loading:
             self.plan.builder.need(stored, path)
             make = self.plan.builder.make
             self.plan.installs.append(lambda: live.load_state_dict(make(stored, path)))
+
+    def _place_optimizers(self, parts: Sequence[Optimizer], stored: Any, path: Path) -> None:
+        if not is_of_torch(stored) and not self._is_selected(stored, path):
+            return
+        names = self._namer.names_of(parts, path)
+        renamed = self._moved.of(names.path)
+        if is_of_torch(stored):
+            try:
+                stored, renamed = named_state(stored, parts, names, renamed), str
+            except OrderUnknownError as fault:
+                if self._is_selected(stored, path):
+                    self.plan.mismatch(display(path), "kind", *fault.args)
+                return
+        if self._is_selected(stored, path):
+            self.sections.append((names.path, stored))
+            place_optimizers(self.plan, parts, names, stored, path, renamed)
 
     def _place_array(self, live: Any, stored: Any, path: Path) -> None:
         name = display(path)

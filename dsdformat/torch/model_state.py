@@ -5,6 +5,7 @@ Drives the public functions of `state_dict.py`.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dsdformat.errors import MismatchError, UnsupportedValueError, listed
+from dsdformat.errors import DsdPrecisionWarning, MismatchError, UnsupportedValueError, listed
 from dsdformat.torch import fsdp1
 from dsdformat.torch.buffers import as_bits, digest_of
 from dsdformat.torch.comm import Comm
+from dsdformat.torch.fsdp2 import reshard_fsdp2
 from dsdformat.torch.gather import gather, gather_on
 from dsdformat.torch.live_model import Entry, LiveModel, is_placed
 from dsdformat.torch.placing import replace_content
@@ -183,9 +185,12 @@ def plan_model(
         _check(report, keys, strict=strict)
     if full and not from_first:
         check_alike(comm, values)
+    if group.is_coordinator:
+        _warn_of_rounding(live, values)
 
     def install() -> IncompatibleKeys:
         fsdp1.reshard(live.model)
+        reshard_fsdp2(live.model)
         _set(live, entries, values, told, group)
         return keys
 
@@ -330,6 +335,32 @@ def _check(report: LoadReport, keys: IncompatibleKeys, *, strict: bool) -> None:
             code="state_mismatch",
             report=report,
         )
+
+
+def _warn_of_rounding(live: LiveModel, values: Mapping[str, Any]) -> None:
+    """Say which parameters and buffers cannot hold what they are given; as torch, it is rounded."""
+    narrowed = [
+        f"{name} ({value.dtype} given, {own.dtype} in the model)"
+        for name, value in values.items()
+        if (own := live.tensors.get(name)) is not None
+        and is_tensor(value)
+        and _is_rounded(value.dtype, own.dtype)
+    ]
+    if narrowed:
+        warnings.warn(
+            f"values are rounded to the dtypes of the model: {listed(narrowed)}; convert the model "
+            "or the state dict first, so that it is said where it happens",
+            DsdPrecisionWarning,
+            stacklevel=5,
+        )
+
+
+def _is_rounded(given: torch.dtype, own: torch.dtype) -> bool:
+    """Whether a dtype cannot hold all values of another one."""
+    try:
+        return torch.promote_types(given, own) != own
+    except RuntimeError:  # floats of 8 bits, to which torch promotes nothing
+        return given != own
 
 
 def _targets(

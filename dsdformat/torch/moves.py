@@ -13,12 +13,22 @@ from dataclasses import dataclass
 import torch
 
 from dsdformat.boxes import Box, whole
+from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
 from dsdformat.plan.load_plan import Wanted
-from dsdformat.reader import Checkpoint
 from dsdformat.torch.buffers import as_bits, box_view, bytes_of, empty, overlaps_itself, row_boxes
+from dsdformat.torch.origin import Entry, Origin
 
-__all__ = ["Move", "can_cast", "fill", "verify_whole"]
+__all__ = [
+    "Move",
+    "can_cast",
+    "copy_twins",
+    "distinct",
+    "fill",
+    "mark_changed",
+    "read",
+    "verify_whole",
+]
 
 GROUP_NBYTES = 32 * MIB
 
@@ -62,9 +72,9 @@ class Move:
         return whole(self.into.shape) if self.box is None else self.box
 
     @property
-    def key(self) -> tuple[int, Box]:
-        """What is equal for moves of the same elements."""
-        return self.index, self.place
+    def key(self) -> tuple[int, Box, torch.dtype]:
+        """What is equal for moves that give the same bits."""
+        return self.index, self.place, self.into.dtype
 
     def wanted(self) -> Wanted:
         """What is read if the destination is straight."""
@@ -79,7 +89,7 @@ class Move:
         return Box(offset, box.shape)
 
 
-def fill(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
+def fill(checkpoint: Origin, moves: Sequence[Move]) -> None:
     """Read the tensors, what is wanted twice once.
 
     Raises:
@@ -88,26 +98,42 @@ def fill(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
     Ranks: local.
     Memory: 32 MiB where destinations are not straight; else one block per thread.
     """
-    first: dict[tuple[int, Box], Move] = {}
-    again: list[Move] = []
+    first = distinct(moves)
+    read(checkpoint, first)
+    copy_twins(moves, first)
+    mark_changed(moves)
+
+
+def distinct(moves: Sequence[Move]) -> list[Move]:
+    """Leave out what has the key of another one; of several, one that is straight stays."""
+    first: dict[tuple[int, Box, torch.dtype], Move] = {}
     for move in sorted(moves, key=lambda move: not move.is_straight):
-        if move.key in first:
-            again.append(move)
-        else:
-            first[move.key] = move
-    straight = [move for move in first.values() if move.is_straight]
+        first.setdefault(move.key, move)
+    return list(first.values())
+
+
+def read(checkpoint: Origin, moves: Sequence[Move]) -> None:
+    """Read boxes that are all different; see `fill`."""
+    straight = [move for move in moves if move.is_straight]
     if straight:
         checkpoint.read_boxes([m.wanted() for m in straight], [_memory(m.into) for m in straight])
-    _fill_staged(checkpoint, [move for move in first.values() if not move.is_straight])
+    _fill_staged(checkpoint, [move for move in moves if not move.is_straight])
+
+
+def copy_twins(moves: Sequence[Move], first: Sequence[Move]) -> None:
+    """Copy what was read to where the same is wanted."""
+    sources = {move.key: move for move in first}
+    for move in moves:
+        source = sources[move.key]
+        if source is not move:
+            _copy(move.into, source.into)
+
+
+def mark_changed(moves: Sequence[Move]) -> None:
+    """Let autograd know that these tensors have other values."""
     for move in moves:
         if not move.into.is_inference():
             torch.autograd.graph.increment_version(move.into)
-    for move in again:
-        source = first[move.key]
-        if source.into.dtype == move.into.dtype == move.stored:
-            _copy(move.into, source.into)
-        else:  # the first one was cast, or is this one's stored form
-            _fill_staged(checkpoint, [move])
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
@@ -119,7 +145,7 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return bytes_of(as_bits(tensor).as_strided((reach,), (1,)))
 
 
-def _fill_staged(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
+def _fill_staged(checkpoint: Origin, moves: Sequence[Move]) -> None:
     small: list[Move] = []
     held = 0
     for move in moves:
@@ -134,7 +160,7 @@ def _fill_staged(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
     _fill_group(checkpoint, small)
 
 
-def _fill_group(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
+def _fill_group(checkpoint: Origin, moves: Sequence[Move]) -> None:
     """Read small boxes together, then copy each to its place."""
     pinned = any(move.into.is_cuda for move in moves)
     staged = [_host(move.into.shape, move.stored, pinned) for move in moves]
@@ -144,7 +170,7 @@ def _fill_group(checkpoint: Checkpoint, moves: Sequence[Move]) -> None:
         _copy(move.into, source)
 
 
-def _fill_slabs(checkpoint: Checkpoint, move: Move) -> None:
+def _fill_slabs(checkpoint: Origin, move: Move) -> None:
     """Read one large box, some rows at a time."""
     buffer: torch.Tensor | None = None
     for box in row_boxes(move.into.shape, move.nbytes, GROUP_NBYTES):
@@ -177,14 +203,12 @@ def _host(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> torch.Tenso
     return buffer.pin_memory() if pinned and buffer.numel() else buffer
 
 
-def verify_whole(checkpoint: Checkpoint, index: int) -> None:
+def verify_whole(entry: Entry) -> None:
     """Read a tensor once, and compare it with its digests; for tensors that are mapped.
 
     Memory: 4 MiB.
     """
-    table = checkpoint.table
-    row = table.row(index)
-    nbytes = Box((0,) * len(row.shape), row.shape).numel * row.dtype.itemsize
-    scratch = memoryview(bytearray(min(nbytes, 4 * MIB)))
-    for box in row_boxes(row.shape, nbytes, 4 * MIB):
-        table.read(index, box, scratch[: box.numel * row.dtype.itemsize], None)
+    itemsize = DTYPES[entry.dtype].itemsize
+    scratch = memoryview(bytearray(min(entry.nbytes, 4 * MIB)))
+    for box in row_boxes(entry.shape, entry.nbytes, 4 * MIB):
+        entry.read(box, into=scratch[: box.numel * itemsize])

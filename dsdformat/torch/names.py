@@ -20,7 +20,7 @@ from dsdformat.torch.fqn import named_tensors
 from dsdformat.torch.fsdp1 import Member, Unit, find_units
 from dsdformat.torch.introspect import Kind, find_children, kind_of
 
-__all__ = ["Namer", "ParamNames"]
+__all__ = ["Namer", "ParamNames", "modules_in"]
 
 Path = tuple[Any, ...]
 # For each parameter in one (itself, or those that a flat one holds) its names, the first one first.
@@ -169,6 +169,11 @@ class Namer:
             if len(owners) == 1:
                 unique.setdefault(next(iter(owners)), []).append(name)
         return unique
+
+
+def modules_in(state: Mapping[str, Any]) -> list[nn.Module]:
+    """List the modules of a state."""
+    return [module for _, modules in _modules(state, (), {}) for module in modules]
 
 
 def _owners(value: Any, path: Path, units_of: UnitsOf) -> Iterator[_Owner]:

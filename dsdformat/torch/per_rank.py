@@ -5,12 +5,14 @@ They are stored as a dict from ranks, as text, to values; every rank gets its ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from dsdformat.format.paths import emit_name
+from dsdformat.format.values import encoded_key
 from dsdformat.limits import DEPTH_MAX
 from dsdformat.torch.introspect import find_children
-from dsdformat.torch.stored import rebuilt
+from dsdformat.torch.stored import Live, rebuilt
 
 __all__ = ["PerRank", "chosen", "unmarked"]
 
@@ -21,9 +23,9 @@ class PerRank:
     """Marks a value, or anything else a state may hold, as that of this rank alone.
 
     `save(path, {"rng": PerRank(rng_state())})` keeps it for each rank, as a dict from ranks, and
-    `load(path, {"rng": PerRank(None)})["rng"]` gives each rank its own. On another number of ranks,
-    rank `r` gets what was that of rank `r` modulo the number that was saved, so that none is
-    without; it is for the program to tell streams apart then.
+    `load(path, {"rng": PerRank(None)})["rng"]` gives each rank its own. On more ranks than have
+    saved, those that are new keep what they have: `PerRank(value)` gives `value` back, and the
+    report lists the name under `fresh`. On fewer, what was of the others is not loaded.
 
     Attributes:
         value: What was marked.
@@ -54,21 +56,33 @@ def unmarked(state: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], list[
 
 def chosen(
     tree: dict[str, Any], state: Mapping[str, Any], rank: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Return a stored tree and a state with the value of one rank in the place of each mark.
 
     What is stored in the place of a mark and is no dict of ranks stays as it is.
+
+    Returns:
+        The tree; the state; and the names of marks under which the rank has nothing, in whose
+        place the tree has the live value, and the state None.
     """
+    fresh: list[str] = []
 
     def visit(live: Any, path: Path) -> Any:
-        if isinstance(live, PerRank):
-            nonlocal tree
-            tree = _with_choice(tree, path, rank)
+        if not isinstance(live, PerRank):
+            return _rebuilt(live, path, visit)
+        nonlocal tree
+        stored = _at(tree, path)
+        if not isinstance(stored, Mapping) or set(stored) != set(map(str, range(len(stored)))):
             return live.value
-        return _rebuilt(live, path, visit)
+        is_there = str(rank) in stored
+        tree = _with(tree, path, stored[str(rank)] if is_there else Live(live.value))
+        if is_there:
+            return live.value
+        fresh.append(emit_name(path, encoded_key))
+        return None
 
     state = {key: visit(value, (key,)) for key, value in state.items()}
-    return tree, state
+    return tree, state, fresh
 
 
 def _rebuilt(value: Any, path: Path, visit: Any) -> Any:
@@ -82,16 +96,21 @@ def _rebuilt(value: Any, path: Path, visit: Any) -> Any:
     return rebuilt(value, [(key, new) for key, _, new in items])
 
 
-def _with_choice(stored: Any, path: Sequence[Any], rank: int) -> Any:
-    if not path:
-        ranks = isinstance(stored, Mapping) and set(stored) == set(map(str, range(len(stored))))
-        return stored[str(rank % len(stored))] if ranks and stored else stored
-    if isinstance(stored, Mapping) and path[0] in stored:
-        changed = type(stored)(stored)  # type: ignore[call-arg]
-        changed[path[0]] = _with_choice(stored[path[0]], path[1:], rank)  # type: ignore[index]
-        return changed
-    if type(stored) in (list, tuple) and type(path[0]) is int and path[0] < len(stored):
-        items = list(stored)
-        items[path[0]] = _with_choice(items[path[0]], path[1:], rank)
-        return type(stored)(items)
+def _at(stored: Any, path: Path) -> Any:
+    """Return what is stored at a path; None if nothing is."""
+    for step in path:
+        children = dict(find_children(stored) or ())
+        if step not in children:
+            return None
+        stored = children[step]
     return stored
+
+
+def _with(stored: Any, path: Path, value: Any) -> Any:
+    """Return what is stored with another value at a path, which is there."""
+    if not path:
+        return value
+    step, rest = path[0], path[1:]
+    changed = list(stored) if type(stored) in (list, tuple) else type(stored)(stored)
+    changed[step] = _with(stored[step], rest, value)
+    return type(stored)(changed) if type(stored) is tuple else changed

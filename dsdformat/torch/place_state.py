@@ -305,7 +305,7 @@ def _check_extents(state: Mapping[Any, Any]) -> None:
     """Check that the data files have as much as tensors say, before memory is made for them."""
     for value in state.values():
         if isinstance(value, Stored) and value.entry.nbytes >= MIB:
-            _ = value.entry.chunks
+            value.entry.check()
 
 
 def is_same(one: Any, other: Any) -> bool:

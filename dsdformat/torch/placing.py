@@ -24,7 +24,7 @@ from dsdformat.torch.moves import Move, can_cast
 from dsdformat.torch.redistribute import materialized
 from dsdformat.torch.report import Cast, LoadReport, Mismatch
 from dsdformat.torch.sharding import held_view, is_dtensor, is_spread, local_of, sharding_of
-from dsdformat.torch.stored import Composite, Path, Stored, describe, display, leaves
+from dsdformat.torch.stored import Composite, Path, Stored, as_tensor, describe, display, leaves
 
 __all__ = ["Plan", "moves_into", "replace_content", "same_content"]
 
@@ -158,12 +158,27 @@ class Plan:
         """Whether a tensor on meta gets its content."""
         return id(live) in self._devices
 
-    def moves(self) -> Iterator[Sequence[Move]]:
-        """List what is to be read: first what nobody sees yet, then what is read in place."""
+    def moves_of_new(self) -> list[Move]:
+        """Make what is new, which nobody sees yet, and list what is to be read into it."""
         later = [move for moves in self.later for move in moves()]
-        yield [*self.builder.moves(), *self._shard_moves(), *later]
+        return [*self.builder.moves(), *self._shard_moves(), *later]
+
+    def moves_in_place(self) -> list[Move]:
+        """List what is to be read into what there is, once everything new is there."""
         self.builder.compose()
-        yield self._moves
+        return self._moves
+
+    def targets(self) -> Iterator[tuple[int, torch.dtype]]:
+        """List the tensors that will be read, as which dtypes, without making any of them."""
+        yield from ((move.index, move.into.dtype) for move in self._moves)
+        yield from self.builder.targets()
+        for live, stored, _ in self._shards:
+            yield stored.index, live.dtype
+
+    @property
+    def in_place(self) -> Sequence[Move]:
+        """What is read into tensors that others see, last of all."""
+        return self._moves
 
     def _shard_moves(self) -> Iterator[Move]:
         """Make the shards of tensors on meta, and list what is to be read into them."""
@@ -192,6 +207,7 @@ class Plan:
         if is_spread(live):
             self._shards.append((live, stored, form.device))
             return True
+        stored = as_tensor(stored)
         self.builder.need(stored, (name,), form)
         self._fills.append((live, stored, form))
         return True

@@ -198,7 +198,7 @@ def _sharding(
         sharding = sharding_of(tensor)
         meshes = families.get(sharding.ranks, [sharding.ranks])
         return _of_holders(_repeated(sharding, meshes), comm.ranks[comm.rank])
-    return on_each(tuple(tensor.shape), tuple(comm.ranks[rank] for rank in holders.of(name)))
+    return on_each(tuple(tensor.shape), tuple(comm.ranks[rank] for rank in holders.writers(name)))
 
 
 def _repeated(sharding: Sharding, meshes: Sequence[tuple[int, ...]]) -> Sharding:

@@ -68,6 +68,7 @@ class LoadReport:
         replaced: Entries of an optimizer that were of another shape or dtype, and now are as
             they were stored. Only with `strict=False`.
         casts: Tensors that were converted, as `dtype` asked for.
+        fresh: What is marked with `PerRank` and was not saved by this rank: it is as it was.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -76,9 +77,10 @@ class LoadReport:
     uninitialized: list[str] = field(default_factory=list)
     replaced: list[Mismatch] = field(default_factory=list)
     casts: list[Cast] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Whether anything differs; casts were asked for, and do not count."""
+        """Whether anything differs; casts and `PerRank` were asked for, and do not count."""
         return bool(
             self.missing
             or self.unexpected
@@ -123,6 +125,7 @@ class LoadReport:
             ("left on the meta device", self.uninitialized),
             ("replaced", self.replaced),
             ("cast", self.casts),
+            ("of no rank that has saved", self.fresh),
         ]
 
     def _hint(self) -> str:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from dsdformat.boxes import Box
 from dsdformat.plan.sharding import Held, Sharding, on_each
-from dsdformat.torch.buffers import copy_elements, row_boxes
+from dsdformat.torch.buffers import copy_elements, row_boxes, typed
 from dsdformat.torch.sharding import held_view
 
 __all__ = ["BUCKET_NBYTES", "Form", "Piece", "Round", "Routes", "Spread"]
@@ -181,7 +180,7 @@ class Routes:
             dtype = self.forms[piece.name][1]
             for box, held in self._wanted(piece, target):
                 nbytes = box.numel * dtype.itemsize
-                view = _typed(buffer[at : at + nbytes], dtype).view(box.shape)
+                view = typed(buffer[at : at + nbytes], dtype).view(box.shape)
                 yield view, box, piece, held
                 at += _aligned(nbytes)
 
@@ -219,15 +218,6 @@ class Routes:
 def _positions(held: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[int | None, ...]:
     at = {rank: position for position, rank in enumerate(held)}
     return tuple(at.get(rank) for rank in ranks)
-
-
-def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    typed: Any = torch.empty(0, dtype=dtype, device=raw.device)
-    count = raw.numel() // dtype.itemsize
-    result: torch.Tensor = typed.set_(
-        raw.untyped_storage(), raw.storage_offset() // dtype.itemsize, (count,), (1,)
-    )
-    return result
 
 
 def _moved(box: Box, offset: Sequence[int]) -> Box:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dsdformat import folders
 from dsdformat.folders import PathLike
-from dsdformat.torch.capture import capture, check_acyclic
+from dsdformat.torch.capture import capture_with_buffers, check_acyclic
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.introspect import as_mapping
 from dsdformat.torch.per_rank import Path, unmarked
@@ -30,7 +30,7 @@ def save(
     threads: int | None = None,
     recipes: Mapping[str, Recipe] | None = None,
     group: Any = None,
-    check_replicas: bool = False,
+    check_replicas: bool | None = None,
 ) -> str:
     """Save modules, optimizers, schedulers, tensors and values as one checkpoint.
 
@@ -56,7 +56,9 @@ def save(
         threads: How many threads hash and write; up to 8 if None.
         recipes: For keys of the state, how `load_model` builds the model there.
         group: The process group of the ranks that save together; the default one if None.
-        check_replicas: Whether to compare, by digests, the bytes of what several ranks hold.
+        check_replicas: Whether to compare, by digests, the bytes of what several ranks hold. If
+            None, of each tensor that is not spread over ranks a few hundred elements are compared,
+            but of buffers of modules the first rank's are stored. False for nothing of either.
 
     Returns:
         The root digest.
@@ -74,13 +76,13 @@ def save(
     """
     comm = Comm(group)
 
-    def captured() -> tuple[dict[str, Any], list[Path]]:
+    def captured() -> tuple[dict[str, Any], list[Path], list[Path]]:
         check_acyclic(dict(as_mapping(state)))
         inner, own = unmarked(state, comm.rank)
-        plain = capture(inner)
+        plain, buffers = capture_with_buffers(inner)
         if recipes:
             plain = {**plain, RECIPES: recipe_values(recipes, state)}
-        return plain, own
+        return plain, buffers, own
 
     if comm.world_size > 1:
         return save_together(
@@ -93,7 +95,7 @@ def save(
             codec=codec,
             threads=threads,
         )
-    plain, _ = captured()
+    plain, _, _ = captured()
     with folders.create(
         path, overwrite=overwrite, codec=codec, user=user, threads=threads, adapt=Adapter()
     ) as writer:

@@ -26,11 +26,11 @@ __all__ = ["save_together"]
 def save_together(
     comm: Comm,
     path: PathLike,
-    capture: Callable[[], tuple[dict[str, Any], list[Path]]],
+    capture: Callable[[], tuple[dict[str, Any], list[Path], list[Path]]],
     *,
     overwrite: bool,
     user: Mapping[str, str] | None,
-    same: bool,
+    same: bool | None,
     **options: Any,
 ) -> str:
     """Save what each rank captures; see `save`.
@@ -38,9 +38,10 @@ def save_together(
     Args:
         comm: The ranks that save.
         path: The checkpoint's folder, on storage that all of them see.
-        capture: Gives a rank's plain state, and where it has something of its own.
+        capture: Gives a rank's plain state, and where in it are buffers of modules, and what it
+            has for its own.
         overwrite, user: As in `save`.
-        same: Whether to compare the bytes of replicas first.
+        same: Whether to compare the bytes of replicas first; None for a few of them.
         options: Of `dsdformat.create` that concern data.
 
     Ranks: collective over the group.
@@ -48,10 +49,11 @@ def save_together(
     known = {key: value for key, value in options.items() if isinstance(value, (str, int))}
     comm.check_agreement([str(path), overwrite, dict(user or {}), known], "what is saved")
     plain: dict[str, Any] = {}
+    buffers: list[Path] = []
     own: list[Path] = []
     with comm.together("save"):
-        plain, own = capture()
-    holders = find_holders(comm, plain, own)
+        plain, buffers, own = capture()
+    holders = find_holders(comm, plain, own, buffers, sample=same is None)
     plain = mergeable(plain, holders)
     tensors = named_tensors_of(plain)
     if same:

@@ -17,6 +17,7 @@ from dsdformat.torch.compat import is_lazy
 from dsdformat.torch.composites import find_kind, refusal, take_apart
 from dsdformat.torch.dtypes import find_named, logical_dtype
 from dsdformat.torch.introspect import is_array, local_tensor
+from dsdformat.torch.sharding import FlatShard, held_view
 
 __all__ = [
     "COMPOSITE",
@@ -51,6 +52,8 @@ class Adapter:
         """Return a reference to a source, a value of the format, or NotImplemented."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value, place)
+        if isinstance(value, FlatShard):
+            return self._tensor(_whole(value, place), place)
         if is_array(value):
             return self._array(value, place)
         return value_of(value, place)
@@ -102,6 +105,21 @@ def value_of(value: Any, place: Sequence[Any]) -> Any:
     if named is not None:
         return named
     return numpy_side().value_of(value, place) if "numpy" in sys.modules else NotImplemented
+
+
+def _whole(value: FlatShard, place: Sequence[Any]) -> torch.Tensor:
+    """Return the tensor that lies in the flat shard of the only rank."""
+    count = len(value.sharding.ranks)
+    if count > 1:
+        raise UnsupportedValueError(
+            f"{render_path(place)}: a tensor in flat shards of {count} ranks cannot be stored by "
+            "one of them",
+            path_in_tree=render_path(place),
+        )
+    if 0 in value.shape:
+        return value.shard.new_empty(value.shape)
+    (held,) = value.sharding.held(0)
+    return held_view(held, held.outer, value.shard)
 
 
 def tensor_identity(local: torch.Tensor, tensor: torch.Tensor) -> Any:

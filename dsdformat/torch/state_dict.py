@@ -17,6 +17,7 @@ from torch import nn
 
 from dsdformat.errors import ArgumentError
 from dsdformat.torch.fqn import unwrapped
+from dsdformat.torch.fsdp2 import shown_as_shards
 from dsdformat.torch.introspect import PATCHED
 from dsdformat.torch.live_model import LiveModel
 from dsdformat.torch.model_state import IncompatibleKeys, get_model, plan_model
@@ -106,12 +107,9 @@ def get_model_state_dict(
     Memory: none; with `full_state_dict` the result and one bucket of 256 MiB.
     """
     options = _checked(options)
-    live = _live(model, options)
-    entries = get_model(
-        live,
-        full=options.full_state_dict,
-        offload=options.cpu_offload,
-    )
+    with shown_as_shards([model]):
+        live = _live(model, options)
+        entries = get_model(live, full=options.full_state_dict, offload=options.cpu_offload)
     if submodules:
         entries = _only(entries, model, submodules, keep=options.keep_submodule_prefixes)
     if options.ignore_frozen_params:
@@ -152,13 +150,14 @@ def get_optimizer_state_dict(
     """
     options = _checked(options)
     _warn_of(submodules)
-    return get_optimizers(
-        _live(model, options),
-        _as_tuple(optimizers),
-        full=options.full_state_dict,
-        offload=options.cpu_offload,
-        flat=options.flatten_optimizer_state_dict,
-    )
+    with shown_as_shards([model]):
+        return get_optimizers(
+            _live(model, options),
+            _as_tuple(optimizers),
+            full=options.full_state_dict,
+            offload=options.cpu_offload,
+            flat=options.flatten_optimizer_state_dict,
+        )
 
 
 def get_state_dict(
@@ -301,13 +300,14 @@ def _checked(options: StateDictOptions | None) -> StateDictOptions:
 def _plan_model(
     model: nn.Module, given: Mapping[str, Any], options: StateDictOptions
 ) -> Callable[[], IncompatibleKeys]:
-    return plan_model(
-        _live(model, options),
-        given,
-        full=options.full_state_dict,
-        strict=options.strict,
-        from_first=options.broadcast_from_rank0,
-    )
+    with shown_as_shards([model]):
+        return plan_model(
+            _live(model, options),
+            given,
+            full=options.full_state_dict,
+            strict=options.strict,
+            from_first=options.broadcast_from_rank0,
+        )
 
 
 def _plan_optimizers(
@@ -316,14 +316,15 @@ def _plan_optimizers(
     given: Mapping[str, Any] | None,
     options: StateDictOptions,
 ) -> Callable[[], None]:
-    return plan_optimizers(
-        _live(model, options),
-        _as_tuple(optimizers),
-        given or {},
-        full=options.full_state_dict,
-        strict=options.strict,
-        from_first=options.broadcast_from_rank0,
-    )
+    with shown_as_shards([model]):
+        return plan_optimizers(
+            _live(model, options),
+            _as_tuple(optimizers),
+            given or {},
+            full=options.full_state_dict,
+            strict=options.strict,
+            from_first=options.broadcast_from_rank0,
+        )
 
 
 def _live(model: nn.Module, options: StateDictOptions) -> LiveModel:

@@ -9,23 +9,24 @@ from typing import Any
 
 import torch
 
-from dsdformat.entries import TensorEntry
 from dsdformat.errors import shorten
 from dsdformat.format.decoding import Hooks
 from dsdformat.format.values import Named, Scalar, TensorRef
-from dsdformat.reader import Checkpoint
 from dsdformat.renaming import Path, display
 from dsdformat.selection import Selection
 from dsdformat.torch.dtypes import find_value
+from dsdformat.torch.origin import Entry, Origin
 from dsdformat.torch.sources import COMPOSITE, FLAVOUR, NUMPY, numpy_side
 
 __all__ = [
     "ABSENT",
     "VALUES",
     "Composite",
+    "Live",
     "Path",
     "Stored",
     "as_array",
+    "as_tensor",
     "describe",
     "display",
     "find_items",
@@ -50,7 +51,7 @@ class Stored:
         name: Display name of the tensor.
     """
 
-    entry: TensorEntry
+    entry: Entry
     attributes: Mapping[str, Any]
     name: str
 
@@ -79,7 +80,14 @@ class Composite:
         return f"a tensor of kind {self.kind.removeprefix('torch.')}"
 
 
-def read_tree(checkpoint: Checkpoint) -> dict[str, Any]:
+@dataclass
+class Live:
+    """What the state has, where it is returned beside what is stored."""
+
+    value: Any
+
+
+def read_tree(checkpoint: Origin) -> dict[str, Any]:
     """Return the nested state, with a `Stored` at each tensor and a `Composite` at others."""
     entries = list(checkpoint)
     names = [entry.name for entry in entries]
@@ -200,6 +208,12 @@ def _pruned(value: Any, path: Path, selection: Selection) -> Any:
 def as_array(stored: Stored) -> Stored:
     """Return a reference to the same tensor, to be made a numpy array."""
     return Stored(stored.entry, {FLAVOUR: NUMPY}, stored.name)
+
+
+def as_tensor(stored: Stored) -> Stored:
+    """Return a reference to the same tensor, to be made a tensor of torch."""
+    rest = {key: value for key, value in stored.attributes.items() if key != FLAVOUR}
+    return Stored(stored.entry, rest, stored.name)
 
 
 def names_of(tree: Any) -> dict[int, list[str]]:

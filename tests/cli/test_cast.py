@@ -83,6 +83,11 @@ def test_an_optimizer_is_cast_only_by_its_name(dsd, step10, glob, dtype):
     assert state["model"]["norm.weight"].dtype == ("float16" if glob == "*" else "bfloat16")
 
 
+def test_it_is_told_where_nothing_is_cast(dsd, step10):
+    result = dsd("cast", step10, "new", "--dtype", "float16", "--select", "*exp_avg")
+    assert (result.code, result.err.startswith("note: nothing was cast: ")) == (0, True)
+
+
 def test_components_of_a_sparse_tensor_are_left(dsd, tmp_path):
     dsd_torch.save(tmp_path / "c", {"s": torch.eye(3).to_sparse(), "w": torch.ones(1)})
     assert dsd("cast", tmp_path / "c", tmp_path / "d", "--dtype", "float16").code == 0

@@ -28,6 +28,14 @@ def test_a_script_is_printed_for_a_shell(dsd_process, shell):
     assert "_DSD_COMPLETE" in out
 
 
+def test_a_script_is_installed_for_a_shell(dsd_process, tmp_path):
+    options = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(tmp_path)}
+    code, out, err = run(dsd_process, "--install-completion", "bash", **options)
+    assert (code, err, "bash completion installed" in out) == (0, "", True)
+    (script,) = (tmp_path / ".bash_completions").iterdir()
+    assert "_DSD_COMPLETE" in script.read_text()
+
+
 def test_commands_and_options_are_completed(dsd_process):
     completing = {"_DSD_COMPLETE": "complete_bash"}
     code, out, _ = run(dsd_process, **completing, COMP_WORDS="dsd di", COMP_CWORD="1")

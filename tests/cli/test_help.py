@@ -19,6 +19,7 @@ from dsdformat.cli import (
     info,
     ls,
     merge,
+    plan,
     rename,
     show,
     stats,
@@ -29,7 +30,7 @@ from dsdformat.cli import (
 COMMANDS = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        *(info, ls, show, tree, stats, verify, digest, diff),
+        *(info, ls, show, tree, stats, plan, verify, digest, diff),
         *(cp, extract, merge, rename, cast, convert),
     )
 }

@@ -155,3 +155,34 @@ def test_transformed_trees_compose_without_a_file_in_between():
     assert state["model"]["embed.weight"].dtype == np.float64
     assert state["model"]["head.weight"] is state["model"]["embed.weight"]
     assert state["more"].tolist() == [1, 1, 1]
+
+
+INTERRUPTED = """
+import os, signal, sys
+from dsdformat.cli.main import main
+from dsdformat.storage.target import FileSink
+
+def write_at(self, byte_offset, pieces, write=FileSink.write_at):
+    os.kill(os.getpid(), signal.SIGINT)
+    write(self, byte_offset, pieces)
+
+FileSink.write_at = write_at
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_ends_a_process_with_130_and_leaves_nothing(run_python):
+    here = Path.cwd()
+    done = run_python(INTERRUPTED, "cast", here / "step-10", here / "new", "--dtype", "float16")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert sorted(os.listdir()) == ["more", "step-10"]
+
+
+@pytest.mark.parametrize(("name", "doing"), [("cp", "copying"), ("cast", "casting")])
+def test_a_bar_with_the_rate_is_shown_on_a_terminal(run_in_terminal, name, doing):
+    here = Path.cwd()
+    places = {name: str(here / name) for name in ("step-10", "new")}
+    shown = run_in_terminal(*(places.get(word, word) for word in COMMANDS[name]))
+    assert doing in shown
+    assert "/s" in shown
+    assert (here / "new").exists()

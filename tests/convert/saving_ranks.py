@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import distributed, nn
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -47,9 +47,10 @@ def save_fsdp2(folder: str, shape: tuple[int, ...], form: str = "TORCH_SAVE") ->
         optimizer.zero_grad()
     states = get_state_dict(model, optimizer)
     state = {"model": states[0], "optim": states[1], "step": 2}
-    writer = FileSystemWriter(
-        folder, sync_files=False, serialization_format=SerializationFormat[form]
-    )
+    options: dict[str, Any] = {}
+    if form != "TORCH_SAVE":
+        options["serialization_format"] = filesystem.SerializationFormat[form]
+    writer = filesystem.FileSystemWriter(folder, sync_files=False, **options)
     dcp.save(state, storage_writer=writer)
     full = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     return bits({"model": full[0], "optim": full[1], "step": 2})
@@ -75,6 +76,8 @@ def save_layouts(folder: str, shape: tuple[int, ...]) -> Any:
             state[name], full[name] = distribute_tensor(whole, mesh, layout), whole
     state["rank0"] = full["rank0"] = torch.ones(2)
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(state, storage_writer=FileSystemWriter(folder, sync_files=False), planner=planner)
+    dcp.save(
+        state, storage_writer=filesystem.FileSystemWriter(folder, sync_files=False), planner=planner
+    )
     distributed.barrier()
     return bits(full)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from forge import COMMAND, PAYLOAD, call, name, pickled, plain, torch_zip
-from samples import written
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
+from samples import FORMS, needs_forms, written
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -300,8 +300,9 @@ def test_many_chunks_are_checked_in_time(folder, refused):
     assert refused(lambda: open_foreign(folder), peak=64 << 20) == "dcp_chunks"
 
 
+@needs_forms
 def test_an_item_of_safetensors_that_lacks_the_tensor_is_refused(tmp_path, refused):
-    form = SerializationFormat.SAFETENSORS
+    form = FORMS.SAFETENSORS
     folder = written(
         {"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "s", serialization_format=form
     )

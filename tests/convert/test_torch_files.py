@@ -28,6 +28,7 @@ DTYPES = [
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
     "float4_e2m1fn_x2",
 ]
+DTYPES = [name for name in DTYPES if hasattr(torch, name)]  # some are newer than the oldest torch
 
 
 @forms
@@ -189,8 +190,8 @@ def test_storages_without_checksums_are_read(tmp_path, monkeypatch):
 
 
 def test_storages_at_large_alignments_are_read(tmp_path):
-    from torch.utils.serialization import config
-
+    name = "torch.utils.serialization"
+    config = pytest.importorskip(name, reason="this torch aligns as it does").config
     with config.patch({"save.storage_alignment": 4096}):
         path = saved({"a": torch.ones(3), "b": torch.zeros(5)}, tmp_path / "x.pt")
     assert_exact(path, tmp_path)

@@ -1,4 +1,4 @@
-"""The collectives of torch that a call makes, seen from outside."""
+"""What a call does, seen from outside: the collectives of torch, and reads of files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import distributed
+
+import dsdformat
+from dsdformat.storage.local import LocalStorage
 
 COLLECTIVES = (
     "all_gather",
@@ -54,3 +57,30 @@ def counted() -> Iterator[list[str]]:
     calls: list[str] = []
     with watched(lambda name, _: calls.append(name)):
         yield calls
+
+
+Read = tuple[str, int, int]
+
+
+@contextmanager
+def reads() -> Iterator[list[Read]]:
+    """Note label, byte offset and length of what is read from folders, by this process."""
+    noted: list[Read] = []
+    kept = LocalStorage.read_into
+
+    def read_into(self: LocalStorage, label: str, byte_offset: int, into: memoryview) -> int:
+        noted.append((label, byte_offset, len(into)))
+        return kept(self, label, byte_offset, into)
+
+    LocalStorage.read_into = read_into  # type: ignore[method-assign]
+    try:
+        yield noted
+    finally:
+        LocalStorage.read_into = kept  # type: ignore[method-assign]
+
+
+def data_reads(noted: list[Read], path: str) -> list[Read]:
+    """What of these reads is data of tensors: no manifest, and no headers of data files."""
+    with dsdformat.open(path) as checkpoint:
+        headers = {one.label: one.header_nbytes for one in checkpoint.table.body.files}
+    return [one for one in noted if one[0] in headers and one[1] >= headers[one[0]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import pytest
@@ -107,6 +108,8 @@ def test_three_ranks_hold_what_torch_gives_them(dim, size):
 def test_a_mesh_in_another_order_of_ranks_is_understood():
     mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
     whole = torch.arange(35.0).view(5, 7)
+    if "src_data_rank" not in inspect.signature(distribute_tensor).parameters:
+        pytest.skip("this torch scatters over such a mesh in the order of ranks")
     tensor = distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=None)
     check_holds(tensor, whole)
     assert_same_tensor(gather({"one": tensor})["one"], whole)

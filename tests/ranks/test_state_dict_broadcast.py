@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from dsdformat.errors import DsdError
+from dsdformat.errors import DsdError, DsdPrecisionWarning
 from dsdformat.torch.broadcast import broadcast, fill_from_first
 from dsdformat.torch.gather import gather
 from dsdformat.torch.state_dict import (
@@ -309,7 +310,10 @@ def test_a_buffer_that_no_state_fills_is_never_left_on_meta_in_silence(layout):
 def test_dtypes_of_a_model_are_kept_when_rank_0_has_others():
     model = fully_shard(nn.Linear(3, 5).to(torch.bfloat16), mesh=mesh_of((2,)))
     given = {"weight": torch.arange(15.0).view(5, 3), "bias": torch.arange(5.0)}
-    set_model_state_dict(model, on_rank_0(given), options=FROM_0)
+    told = "weight .torch.float32 given, torch.bfloat16 in the model."
+    first = distributed.get_rank() == 0
+    with pytest.warns(DsdPrecisionWarning, match=told) if first else nullcontext():
+        set_model_state_dict(model, on_rank_0(given), options=FROM_0)
     found = get_model_state_dict(model, options=FULL)
     assert_same(found, {name: value.to(torch.bfloat16) for name, value in given.items()})
 

@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import dsdformat.torch as dsd
 from dsdformat.torch.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
 )
+from tests.ranks.folders import shared
 from tests.ranks.layouts import (
     LAYOUTS,
     MAIN,
@@ -354,22 +356,89 @@ def test_a_plain_call_warns_of_nothing(layout):
 # Whether a model is sharded just now
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("options", [None, FULL], ids=["shards", "full"])
-def test_a_model_that_was_gathered_by_hand_is_read(options):
-    model, wanted = filled("fsdp2")
-    model.unshard()
-    found = get_model_state_dict(model, options=options)  # reshards it, by torch's own hook
-    assert_same(joined(found), wanted)
+def gathered_by_hand() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = built_and_trained("fsdp2-nested")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    return model, optimizer
 
 
-@pytest.mark.ranks(2)
-def test_a_model_kept_gathered_after_forward_is_read():
-    model, wanted = filled("fsdp2-nested-kept")
+def gathered_by_forward() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = built_and_trained("fsdp2-nested-kept")
     with torch.no_grad():
         model(torch.ones(2, 7))
+    return model, optimizer
+
+
+def built_and_trained(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = filled(layout)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    return model, optimizer
+
+
+def kinds(model: nn.Module) -> list[type]:
+    return [type(one) for one in model.parameters()]
+
+
+gathered = pytest.mark.parametrize("made", [gathered_by_hand, gathered_by_forward])
+
+
+@pytest.mark.ranks(2)
+@gathered
+@pytest.mark.parametrize("options", [None, FULL, HOST], ids=["shards", "full", "host"])
+def test_a_model_that_is_gathered_is_read_and_stays_so(made, options):
+    model, optimizer = made()
+    before = kinds(model)
+    assert nn.Parameter in before
+    found = get_state_dict(model, optimizer, options=options)
+    assert kinds(model) == before
+    output = model(torch.ones(2, 7))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    again = get_state_dict(model, optimizer, options=options)
+    assert_same(*(joined(dict(enumerate(one))) for one in (found, again)))
+    assert torch.equal(model(torch.ones(2, 7)), output)
+
+
+@pytest.mark.ranks(2)
+@gathered
+def test_training_goes_on_after_a_gathered_model_was_read(made):
+    (model, optimizer), (twin, twins) = made(), made()
+    get_state_dict(model, optimizer, options=FULL)
+    train(model, optimizer, steps=2, seed=3)
+    train(twin, twins, steps=2, seed=3)
+    whole = [get_state_dict(*pair, options=FULL) for pair in ((model, optimizer), (twin, twins))]
+    assert_same(*whole)
+
+
+@pytest.mark.ranks(2)
+@gathered
+@pytest.mark.parametrize("options", [FULL, FROM_0], ids=["full", "from-0"])
+def test_what_is_set_into_a_gathered_model_is_what_it_computes_with(made, options):
+    model, optimizer = made()
+    wanted = numbered_model(Net())
+    set_model_state_dict(model, wanted, options=options)
+    plain = Net()
+    plain.load_state_dict(wanted)
+    assert torch.allclose(model(torch.ones(2, 7)), plain(torch.ones(2, 7)))
     assert_same(get_model_state_dict(model, options=FULL), wanted)
-    assert_same(joined(get_model_state_dict(model)), wanted)
+
+
+@pytest.mark.ranks(2)
+@gathered
+def test_a_gathered_model_is_saved_as_it_is_and_loaded_into(made):
+    path = shared(made.__name__)
+    model, optimizer = made()
+    before = kinds(model)
+    first = dsd.save(f"{path}-a", {"model": model, "optimizer": optimizer})
+    assert kinds(model) == before
+    other, others = made()
+    dsd.load(f"{path}-a", {"model": other, "optimizer": others})
+    assert dsd.save(f"{path}-b", {"model": other, "optimizer": others}) == first
+    assert torch.equal(model(torch.ones(2, 7)), other(torch.ones(2, 7)))
 
 
 @pytest.mark.ranks(1)

@@ -7,6 +7,7 @@ reading it changes nothing, and setting it leaves nothing of another one.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.optim.optimizer import (  # noqa: E402
     register_optimizer_step_pre_hook,
 )
 
-from dsdformat.errors import DsdError, MismatchError  # noqa: E402
+from dsdformat.errors import DsdError, DsdPrecisionWarning, MismatchError  # noqa: E402
 from dsdformat.torch.state_dict import (  # noqa: E402
     StateDictOptions,
     get_model_state_dict,
@@ -700,6 +701,37 @@ def test_codes_of_a_byte_stay_codes_of_a_byte(options):
     assert_same(fresh.state_dict(), optimizer.state_dict())
     dtypes = {entry["average"].dtype for entry in fresh.state.values()}
     assert dtypes == {torch.uint8, torch.float32}
+
+
+# What is rounded
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "rounded"),
+    [
+        (torch.float32, torch.bfloat16, True),
+        (torch.float16, torch.bfloat16, True),
+        (torch.float64, torch.float32, True),
+        (torch.float32, torch.float8_e4m3fn, True),
+        (torch.complex64, torch.float32, True),
+        (torch.bfloat16, torch.float32, False),
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn, False),
+    ],
+    ids=str,
+)
+def test_weights_are_rounded_with_a_warning_that_names_both_dtypes(given, own, rounded):
+    model = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    model.weight.data = model.weight.data.to(own)
+    values = torch.tensor([[1.0, 2.0], [0.5, -4.0]])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_model_state_dict(model, {"weight": values.to(given)})
+    told = [str(one.message) for one in caught if one.category is DsdPrecisionWarning]
+    assert len(told) == rounded
+    assert all(f"weight ({given} given, {own} in the model)" in one for one in told)
+    assert all(one.filename == __file__ for one in caught if one.category is DsdPrecisionWarning)
+    assert_same_tensor(model.weight.detach(), values.to(own))
 
 
 @both

@@ -12,7 +12,7 @@ from bench.cases.converting import CONVERT
 from bench.cases.loading import LOAD, LOAD_COLD, LOAD_SMALL
 from bench.cases.opening import OPEN_ONE
 from bench.cases.optimizers import LOAD_FRESH, LOAD_STEPPED, SAVE_FRESH, SAVE_STEPPED
-from bench.cases.planning import PLAN_LOAD, PLAN_MERGE, PLAN_SAVE
+from bench.cases.planning import PLAN_LOAD, PLAN_MERGE, PLAN_MESH, PLAN_SAVE
 from bench.cases.saving import SAVE, SAVE_SMALL
 
 __all__ = ["CASES", "choose_cases", "find_case"]
@@ -31,6 +31,7 @@ CASES = (
     PLAN_SAVE,
     PLAN_MERGE,
     PLAN_LOAD,
+    PLAN_MESH,
     CONVERT,
 )
 

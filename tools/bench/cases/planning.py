@@ -15,7 +15,7 @@ from bench.case import Case, Contender, Scene, Trial
 if TYPE_CHECKING:
     from dsdformat.plan.sharding import Sharding
 
-__all__ = ["PLAN_LOAD", "PLAN_MERGE", "PLAN_SAVE"]
+__all__ = ["PLAN_LOAD", "PLAN_MERGE", "PLAN_MESH", "PLAN_SAVE"]
 
 PARAMETERS = 1000
 SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (4096,), (128256, 4096))
@@ -188,6 +188,39 @@ def arrange_load(ranks: int, scene: Scene, *, decoded: bool) -> Trial:
     )
 
 
+def arrange_mesh(ranks: int, scene: Scene) -> Trial:
+    """Plan what each rank of another mesh reads, as `dsd plan` does."""
+    from bench.papers import opened
+    from dsdformat.convert.layouts import Layouts
+    from dsdformat.plan.mesh import Shard
+    from dsdformat.plan.preflight import RankTable, WantedTensor, survey
+
+    count, parameters = scaled(scene.size, ranks)
+    checkpoint = opened(scene.fixture.read_bytes())
+    shape = (count * ROWS, COLUMNS)
+    tables: list[RankTable] = []
+
+    def call() -> None:
+        layouts = Layouts(checkpoint)
+        wanted = [
+            WantedTensor(layouts.of(index), shape, 4, (Shard(0),))
+            for index in range(3 * parameters)
+        ]
+        block_nbytes = checkpoint.block_nbytes
+        tables.append(survey({"fsdp": count}, wanted, block_nbytes=block_nbytes))
+
+    def check() -> None:
+        if int(tables[0].wanted_nbytes.sum()) != 3 * parameters * 4 * shape[0] * COLUMNS:
+            raise ValueError("what is planned is not what is wanted")
+
+    return Trial(
+        call=call,
+        nbytes=64 * count * 3 * parameters,
+        check=check,
+        columns=lambda: {"ranks": count, "read / wanted": tables[0].over_read},
+    )
+
+
 PLAN_SAVE = Case(
     "plan-save",
     "plan what one rank writes of 1,000 parameters with AdamW",
@@ -229,4 +262,19 @@ PLAN_LOAD = Case(
     ),
     baseline="1024",
     note="`with-tables` decodes and checks the chunk tables too. Bytes are those of the tables.",
+)
+PLAN_MESH = Case(
+    "plan-mesh",
+    "plan what each rank of a mesh reads of 3,000 tensors that as many ranks wrote",
+    tuple(
+        Contender(
+            str(ranks),
+            partial(arrange_mesh, ranks),
+            fixture=f"manifest/{ranks}",
+            prepare=partial(write_manifest, ranks),
+        )
+        for ranks in (1024, 4096)
+    ),
+    baseline="1024",
+    note="Decodes the chunk tables. Bytes are those of the tables.",
 )

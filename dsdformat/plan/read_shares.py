@@ -1,0 +1,111 @@
+"""Which of the ranks that want the same box reads which part of it.
+
+Pure, and of the standard library. All ranks that want a box compute the same from it, without a
+word: what is stored of it is cut into parts, and each part has one reader.
+
+The rule:
+
+- A part is what lies in one chunk; of a large chunk, runs of its blocks, so that no block is read
+  by two ranks. Such a run is at least 16 MiB, and a twentieth of what each rank would read.
+- A rank reads what it has written itself, if all parts were written by these ranks, as is known
+  where as many ranks read as have written, and none of them gets more than a quarter too much.
+  So a job that resumes with the layout that it had opens no files of others.
+- Else the largest part comes first, and goes to the rank that has the least to read so far.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from dsdformat.boxes import Box, flat_boxes
+from dsdformat.format.checks import ChunkPlace
+from dsdformat.limits import MIB
+from dsdformat.plan.chunk_tables import ChunkTable
+
+__all__ = ["PIECE_NBYTES", "ReadPart", "cut_reads", "piece_nbytes", "share_out"]
+
+PIECE_NBYTES = 16 * MIB
+_SHARE = 20
+_SLACK_NBYTES = 32 * MIB
+
+
+class ReadPart(NamedTuple):
+    """Something that one rank reads.
+
+    Attributes:
+        boxes: In elements of the tensor; they lie in one chunk.
+        nbytes: Of all of them.
+        file: Index of the data file.
+    """
+
+    boxes: tuple[Box, ...]
+    nbytes: int
+    file: int
+
+
+def piece_nbytes(total_nbytes: int, ranks: int) -> int:
+    """Return how long runs of blocks are, if ranks share that much."""
+    return max(PIECE_NBYTES, total_nbytes // ranks // _SHARE)
+
+
+def cut_reads(table: ChunkTable, box: Box, block_nbytes: int, nbytes: int) -> Iterator[ReadPart]:
+    """Cut a box into parts of about that many bytes at most; each block is in one of them."""
+    if 0 in box.shape:
+        return
+    itemsize = table.dtype.itemsize
+    for place in table.meeting(box):
+        common = place.box.intersect(box)
+        if common is None or 0 in common.shape:
+            continue
+        if common.numel * itemsize <= nbytes:
+            yield ReadPart((common,), common.numel * itemsize, place.file)
+            continue
+        step = max(nbytes - nbytes % block_nbytes, block_nbytes)
+        for start in range(0, place.nbytes, step):
+            stop = min(start + step, place.nbytes)
+            boxes = tuple(_within(place, start // itemsize, stop // itemsize, common))
+            if boxes:
+                numel = sum(one.numel for one in boxes)
+                yield ReadPart(boxes, numel * itemsize, place.file)
+
+
+def _within(place: ChunkPlace, start: int, stop: int, box: Box) -> Iterator[Box]:
+    """List what of a range of a chunk's elements lies in a box."""
+    for part in flat_boxes(place.box.shape, start, stop):
+        offset = tuple(a + b for a, b in zip(place.box.offset, part.offset, strict=True))
+        common = Box(offset, part.shape).intersect(box)
+        if common is not None and 0 not in common.shape:
+            yield common
+
+
+def share_out(nbytes: Sequence[int], writers: Sequence[int | None], ranks: int) -> list[int]:
+    """Choose a reader for each part.
+
+    Args:
+        nbytes: Of the parts, in the order that all ranks agree on.
+        writers: Which of the ranks has written each part; None for none of them.
+        ranks: How many there are.
+
+    Returns:
+        For each part the place of its reader among the ranks.
+    """
+    known = [writer for writer in writers if writer is not None]
+    if len(known) == len(nbytes) and _is_even(nbytes, known, ranks):
+        return known
+    readers = [0] * len(nbytes)
+    heap = [(0, place) for place in range(ranks)]
+    for number in sorted(range(len(nbytes)), key=lambda one: -nbytes[one]):
+        load, place = heap[0]
+        readers[number] = place
+        heapq.heapreplace(heap, (load + nbytes[number], place))
+    return readers
+
+
+def _is_even(nbytes: Sequence[int], readers: Sequence[int], ranks: int) -> bool:
+    loads = [0] * ranks
+    for size, reader in zip(nbytes, readers, strict=True):
+        loads[reader] += size
+    mean = sum(loads) // ranks
+    return max(loads) <= mean + max(mean // 4, _SLACK_NBYTES)

@@ -1,0 +1,293 @@
+"""A rank that fails, or is killed, while ranks save or load: what others are told, what is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed
+
+import dsdformat
+import dsdformat.torch as dsd
+from dsdformat.errors import (
+    DistributedError,
+    EntryNotFoundError,
+    MismatchError,
+    StorageError,
+    UnsupportedValueError,
+)
+from dsdformat.storage.local import LocalStorage
+from dsdformat.storage.target import FileSink, LocalTarget
+from tests.ranks.launching import Call, Launch
+from tests.ranks.layouts import everywhere
+from tests.ranks.test_save_load import shared
+
+GROUP_TIMEOUT_S = 4.0
+SOON_S = 3 * GROUP_TIMEOUT_S
+
+
+def state_of(number: int) -> dict[str, Any]:
+    """Whole tensors and one of each rank's own, so that each has something to write and read."""
+    own = {"mine": torch.full((1000,), distributed.get_rank())}
+    large = torch.full((1000, 10), float(number))
+    return {"a": large, "own": dsd.PerRank(own), "step": number, "kept": {"n": 1}}
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Deadly:
+    """An object of a state that kills the process that looks at it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        die()
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+@contextmanager
+def dying(owner: type, method: str, *, after: bool = False) -> Iterator[None]:
+    """Be killed when a method is called, or once it has done its work."""
+    kept = getattr(owner, method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if after:
+            kept(*args, **kwargs)
+        die()
+
+    with mock.patch.object(owner, method, call):
+        yield
+
+
+WRITING: dict[str, Callable[[], Any]] = {
+    "writing": lambda: dying(FileSink, "write_at"),
+    "written": lambda: dying(FileSink, "close", after=True),
+    "committing": lambda: dying(LocalTarget, "commit"),
+    "committed": lambda: dying(LocalTarget, "commit", after=True),
+}
+
+
+def save_and_die(path: str, phase: str, dead: int) -> str:
+    """Save twice; be killed in the second save, or return what this rank is told."""
+    dsd.save(path, state_of(1))
+    state = state_of(2)
+    is_dead = distributed.get_rank() == dead
+    if is_dead and phase == "looking":
+        state["kept"] = Deadly()
+    started = time.monotonic()
+    with WRITING[phase]() if is_dead and phase in WRITING else mock.MagicMock():
+        try:
+            dsd.save(path, state, overwrite=True)
+        except DistributedError as error:
+            assert time.monotonic() - started < SOON_S
+            return str(error)
+    return "nothing"
+
+
+def load_and_die(path: str, phase: str, dead: int) -> str:
+    """Load; be killed, or return what this rank is told."""
+    dsd.save(path, state_of(1))
+    state: dict[str, Any] = {"a": torch.zeros(1000, 10), "own": dsd.PerRank(None), "step": None}
+    is_dead = distributed.get_rank() == dead
+    if is_dead and phase == "looking":
+        state["kept"] = Deadly()
+    started = time.monotonic()
+    deadly = {
+        "reading": lambda: mock.patch.object(LocalStorage, "read_into", _dying_at_data),
+        "passing-on": lambda: mock.patch("dsdformat.torch.shared_reads.pass_on", die),
+    }
+    with deadly[phase]() if is_dead and phase in deadly else mock.MagicMock():
+        try:
+            dsd.load(path, state, strict=False)
+        except DistributedError as error:
+            assert time.monotonic() - started < SOON_S
+            return str(error)
+    return "nothing"
+
+
+_read_into = LocalStorage.read_into
+
+
+def _dying_at_data(self: LocalStorage, label: str, byte_offset: int, into: memoryview) -> int:
+    if label != "manifest.dsd":
+        die()
+    return _read_into(self, label, byte_offset, into)
+
+
+def told(launcher: Any, folder: Path, function: str, args: Any, world_size: int) -> list[Any]:
+    """Run a call in which a rank dies; return what each of the others says, and None for it."""
+    call = Call(__name__, function, args)
+    launch = Launch((call,), world_size, folder, limit_s=40, group_timeout_s=GROUP_TIMEOUT_S)
+    (outcome,) = launcher.run(launch)
+    assert "killed by SIGKILL" in (outcome.failure or "")
+    rows = []
+    for rank in range(world_size):
+        raw = (folder / f"rank{rank}").read_bytes()
+        rows.append(pickle.loads(raw) if raw else None)
+    return [row and row[1] for row in rows]
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return [one for one in folder.iterdir() if "partial" in one.name or "replaced" in one.name]
+
+
+@pytest.mark.parametrize(
+    ("phase", "dead", "world_size"),
+    [
+        ("looking", 1, 2),
+        ("writing", 1, 3),
+        ("writing", 0, 2),
+        ("written", 1, 2),
+        ("committing", 0, 3),
+        ("committed", 0, 2),
+    ],
+)
+def test_a_rank_that_is_killed_leaves_a_whole_checkpoint_and_others_are_told(
+    launcher, tmp_path, phase, dead, world_size
+):
+    path = tmp_path / "saved" / "ck"
+    path.parent.mkdir()
+    rows = told(launcher, tmp_path / "launch", "save_and_die", (str(path), phase, dead), world_size)
+    for rank, said in enumerate(rows):
+        assert (said is None) if rank == dead else f"rank {rank} has lost contact" in said
+    assert dsdformat.verify(path).ok
+    assert dsd.load(path)["step"] == (2 if phase == "committed" else 1)
+    assert len(leftovers(path.parent)) == (dead == 0 and phase != "committed")
+    dsd.save(path, {"step": 3}, overwrite=True)
+    assert dsd.load(path) == {"step": 3}
+    assert leftovers(path.parent) == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "dead", "world_size"),
+    [("looking", 1, 2), ("reading", 0, 2), ("passing-on", 1, 3)],
+)
+def test_a_rank_that_is_killed_while_it_loads_is_missed_by_others(
+    launcher, tmp_path, phase, dead, world_size
+):
+    path = tmp_path / "ck"
+    rows = told(launcher, tmp_path / "launch", "load_and_die", (str(path), phase, dead), world_size)
+    for rank, said in enumerate(rows):
+        assert (said is None) if rank == dead else f"rank {rank} has lost contact" in said
+    assert dsdformat.verify(path).ok
+
+
+# Failures of ranks that go on
+
+
+def full_disk(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def no_entry(self: LocalStorage, label: str, byte_offset: int, into: memoryview) -> int:
+    if label == "manifest.dsd":
+        return _read_into(self, label, byte_offset, into)
+    raise StorageError("the file cannot be read: Input/output error")
+
+
+def failing(what: str) -> Any:
+    if what == "full-disk":
+        return mock.patch("os.pwritev", full_disk)
+    return mock.patch.object(LocalStorage, "read_into", no_entry)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("ranks_that_fail", [(0,), (1,), (1, 2)], ids=str)
+def test_a_full_disk_on_some_ranks_is_one_error_on_all(ranks_that_fail):
+    path = shared("full")
+    first = dsd.save(path, state_of(1), overwrite=True)
+    fails = distributed.get_rank() in ranks_that_fail
+    with (
+        pytest.raises(DistributedError, match="No space left on device") as caught,
+        failing("full-disk") if fails else mock.MagicMock(),
+    ):
+        dsd.save(path, state_of(2), overwrite=True)
+    assert list(caught.value.failures) == list(ranks_that_fail)
+    assert all(isinstance(one, StorageError) for one in caught.value.failures.values())
+    assert len(set(everywhere(str(caught.value)))) == 1
+    assert dsdformat.open(path).root == first
+    assert leftovers(Path(path).parent) == []
+    distributed.barrier()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("share_reads", [True, False], ids=["shared", "by-itself"])
+def test_a_file_that_one_rank_cannot_read_is_one_error_on_all(share_reads):
+    path = shared(f"unreadable-{share_reads}")
+    dsd.save(path, state_of(1))
+    state = {"a": torch.zeros(1000, 10), "own": dsd.PerRank(None), "step": None}
+    with (
+        pytest.raises(DistributedError, match=r"on rank 1: .*cannot be read") as caught,
+        failing("bad-file") if distributed.get_rank() == 1 else mock.MagicMock(),
+    ):
+        dsd.load(path, state, share_reads=share_reads)
+    assert list(caught.value.failures) == [1]
+    assert isinstance(caught.value.failures[1], StorageError)
+    assert len(set(everywhere(str(caught.value)))) == 1
+
+
+def misfit(what: str) -> tuple[dict[str, Any], dict[str, Any], type[Exception]]:
+    """A state, how else to load it, and what is wrong with it."""
+    fits: dict[str, Any] = {"a": torch.zeros(1000, 10), "own": dsd.PerRank(None), "step": None}
+    if what == "shape":
+        return {**fits, "a": torch.zeros(9)}, {}, MismatchError
+    if what == "dtype":
+        return {**fits, "a": torch.zeros(1000, 10, dtype=torch.int32)}, {}, MismatchError
+    if what == "missing":
+        return {**fits, "b": torch.zeros(1)}, {}, MismatchError
+    if what == "kind":
+        return {**fits, "a": {"b": torch.zeros(1)}}, {}, MismatchError
+    assert what == "selected"
+    return fits, {"select": "nothing*"}, EntryNotFoundError
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", ["shape", "dtype", "missing", "kind", "selected"])
+def test_a_template_that_differs_on_one_rank_is_one_error_and_changes_nothing(what):
+    path = shared(f"template-{what}")
+    dsd.save(path, state_of(1))
+    state, options, kind = misfit(what)
+    if distributed.get_rank() == 0:
+        state, options = misfit("selected")[0], {}
+    with pytest.raises(DistributedError, match="on rank 1") as caught:
+        dsd.load(path, state, **options)
+    assert list(caught.value.failures) == [1]
+    assert isinstance(caught.value.failures[1], kind)
+    assert len(set(everywhere(str(caught.value)))) == 1
+    assert all(not one.any() for one in state.values() if isinstance(one, torch.Tensor))
+
+
+@pytest.mark.ranks(2)
+def test_what_one_rank_has_as_a_tensor_and_another_as_a_dict_is_one_error():
+    path = shared("structure")
+    state: dict[str, Any] = {"a": torch.ones(3)}
+    if distributed.get_rank() == 1:
+        state = {"a": {"b": torch.ones(3)}}
+    with pytest.raises(DistributedError) as caught:
+        dsd.save(path, state)
+    assert "a" in str(caught.value)
+    assert len(set(everywhere(str(caught.value)))) == 1
+    assert not Path(path).exists()
+
+
+@pytest.mark.ranks(2)
+def test_what_both_ranks_cannot_store_is_told_for_each():
+    rank = distributed.get_rank()
+    with pytest.raises(DistributedError) as caught:
+        dsd.save(shared("both"), {f"own{rank}": dsd.PerRank(lambda: None)})
+    assert list(caught.value.failures) == [0, 1]
+    assert all(isinstance(one, UnsupportedValueError) for one in caught.value.failures.values())
+    assert len(set(everywhere(str(caught.value)))) == 1

@@ -1,0 +1,190 @@
+"""What users report of checkpoints that several ranks write and read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import dsdformat
+import dsdformat.torch as dsd
+from dsdformat.errors import DistributedError
+from tests.ranks.counting import counted, data_reads, reads
+from tests.ranks.layouts import build, everywhere, layouts, train
+from tests.ranks.shards import dtensor, mesh_of
+from tests.ranks.test_save_load import Even, Stage, shared, whole
+from tests.torch_runtime.exact import assert_same
+
+
+def training(layout: str) -> dict[str, Any]:
+    model = build(layout, Even)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+
+
+# B038: pieces that claim different whole shapes
+
+
+@pytest.mark.ranks(4)
+def test_pieces_that_claim_different_whole_shapes_are_not_stored():
+    rank, path = distributed.get_rank(), shared("claims")
+    local = torch.ones(1 if rank == 3 else 3, 2)
+    claimed = DTensor.from_local(local, mesh_of((4,)), [Shard(0)])
+    with pytest.raises(DistributedError, match=r"(?s)w.*\[(12|4), 2\].*\[(12|4), 2\]") as caught:
+        dsd.save(path, {"w": claimed})
+    assert len(set(everywhere(str(caught.value)))) == 1
+    distributed.barrier()
+    assert not [one for one in Path(path).parent.iterdir() if "claims" in one.name]
+
+
+# B041: who writes under hybrid sharding
+
+
+@pytest.mark.parametrize("layout", layouts("hsdp", "fsdp1-hybrid-orig", "fsdp1-hybrid-flat"))
+def test_hybrids_write_each_element_once_and_all_ranks_write(layout):
+    path, state = shared(f"hybrid-{layout}"), training(layout)
+    train(state["model"], state["optimizer"])
+    dsd.save(path, state)
+    assert dsdformat.verify(path).ok  # chunks tile each tensor
+    with dsdformat.open(path) as checkpoint:
+        files = checkpoint.table.body.files
+        written: Counter[int] = Counter()
+        for entry in checkpoint:
+            for chunk in checkpoint.table.row(entry.index).chunks:
+                written[files[chunk.file].rank] += chunk.nbytes
+        assert sum(written.values()) == sum(entry.nbytes for entry in checkpoint)
+    assert set(written) == {0, 1, 2, 3}
+    model_state, optimizer_state = whole(state["model"], state["optimizer"])
+    kept = dsd.load(path)
+    assert_same(kept["model"], model_state)
+    assert_same(kept["optimizer"]["state"], optimizer_state["state"])
+
+
+# B047: several stages of a pipeline on each rank
+
+
+def save_stages_in_turn(path: str) -> None:
+    rank = distributed.get_rank()
+    stages = [Stage([rank]), Stage([rank + 2])]
+    optimizers = []
+    for one in stages:
+        number = int(next(iter(one.layers)))
+        optimizers.append(torch.optim.SGD(one.parameters(), lr=0.5, momentum=0.9))
+        for parameter in one.parameters():
+            nn.init.constant_(parameter, number)
+            parameter.grad = torch.full_like(parameter, number + 1)
+        optimizers[-1].step()
+    dsd.save(path, {"model": stages, "optimizer": optimizers})
+
+
+def test_all_stages_of_all_ranks_load_into_one_model(ranks, tmp_path):
+    path = tmp_path / "stages"
+    ranks(2)(save_stages_in_turn, str(path))
+    model = Stage([0, 1, 2, 3])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    dsd.load(path, {"model": model, "optimizer": optimizer})
+    for name, parameter in model.named_parameters():
+        number = int(name.split(".")[1])
+        assert bool((parameter == number - 0.5 * (number + 1)).all())
+        assert bool((optimizer.state[parameter]["momentum_buffer"] == number + 1).all())
+
+
+# B051: one rank and several
+
+
+def save_again(jobs: list[tuple[str, str | None, str]]) -> None:
+    """Load a checkpoint, or train, and save; of each layout."""
+    for layout, source, path in jobs:
+        state = training(layout)
+        if source is None:
+            train(state["model"], state["optimizer"])
+        else:
+            dsd.load(source, state)
+        dsd.save(path, state)
+
+
+def test_one_rank_reads_what_several_write_and_the_other_way_round(ranks, tmp_path):
+    names = ("fsdp2", "fsdp1-full-orig", "fsdp1-full-flat")
+    paths = {name: [str(tmp_path / f"{name}-{n}") for n in range(3)] for name in names}
+    for number, world_size in enumerate((2, 1, 2)):
+        jobs = [
+            (name, some[number - 1] if number else None, some[number])
+            for name, some in paths.items()
+        ]
+        ranks(world_size)(save_again, jobs)
+    for some in paths.values():
+        assert len({dsdformat.open(path).content_digest() for path in some}) == 1
+        assert [dsdformat.open(path).world_size for path in some] == [2, 1, 2]
+
+
+# B087: many small tensors
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["sharded", "whole"])
+def test_messages_of_saving_and_loading_do_not_grow_with_the_number_of_tensors(kind):
+    calls = []
+    for count in (20, 400):
+        path = shared(f"many-{kind}-{count}")
+        locals_ = [torch.full((3, 2), float(number)) for number in range(count)]
+        state: dict[str, Any] = {f"w{number:04}": one for number, one in enumerate(locals_)}
+        if kind == "sharded":
+            mesh = mesh_of((2,))
+            state = {name: dtensor(one, mesh, [Shard(0)], (6, 2)) for name, one in state.items()}
+        with counted() as saving:
+            dsd.save(path, state)
+        for one in locals_:
+            one.zero_()
+        with counted() as loading:
+            dsd.load(path, state)
+        assert [float(one[0, 0]) for one in locals_] == list(range(count))
+        calls.append((Counter(saving), Counter(loading)))
+    assert calls[0] == calls[1]
+    assert sum(calls[0][0].values()) < 40
+    assert sum(calls[0][1].values()) < 40
+
+
+# B101: a rank's own files
+
+
+@pytest.mark.ranks(2)
+def test_resuming_with_the_same_layout_opens_no_files_of_others():
+    path, rank = shared("own-files"), distributed.get_rank()
+    model = fully_shard(nn.Linear(16, 8), mesh=mesh_of((2,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    dsd.save(path, state)
+    with reads() as noted:
+        dsd.load(path, state)
+    assert {label.split("-")[1] for label, _, _ in data_reads(noted, path)} == {f"{rank:05}"}
+    assert {label for label, _, _ in noted} <= {
+        "manifest.dsd",
+        *(f"{stem}-{rank:05}-of-00002.safetensors" for stem in ("model", "optimizer")),
+    }
+
+
+# B152: again and again
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_a_training_is_saved_and_resumed_again_and_again(layout):
+    plain, resumed = training(layout), training(layout)
+    for number in range(3):
+        train(plain["model"], plain["optimizer"], seed=number)
+        path = shared(f"again-{layout}-{number}")
+        train(resumed["model"], resumed["optimizer"], seed=number)
+        dsd.save(path, resumed)
+        resumed = training(layout)
+        dsd.load(path, resumed)
+    found, wanted = (whole(one["model"], one["optimizer"]) for one in (resumed, plain))
+    assert_same(found[0], wanted[0])
+    assert_same(found[1]["state"], wanted[1]["state"])

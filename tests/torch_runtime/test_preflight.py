@@ -1,0 +1,212 @@
+"""What a load would do, asked beforehand, and compared with what loads and plans do."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import dsdformat
+import dsdformat.numpy
+import dsdformat.torch as dsd
+from dsdformat.convert.layouts import Layouts
+from dsdformat.errors import ArgumentError, MismatchError
+from dsdformat.plan.load_plan import Wanted
+from dsdformat.plan.mesh import Replicate, Shard, coordinate_of, local_boxes
+from dsdformat.plan.preflight import Rule, WantedTensor, place, survey
+
+
+def make() -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Linear(128, 64))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def trained() -> dict[str, Any]:
+    state = make()
+    state["model"](torch.randn(3, 64)).sum().backward()
+    state["optimizer"].step()
+    return state
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("preflight")
+    state = trained()
+    dsd.save(folder / "ours", {**state, "step": 1})
+    plain = {key: one.state_dict() for key, one in state.items()}
+    torch.save(plain, folder / "one.pt")
+    save_file(plain["model"], folder / "model.safetensors")
+    return {"ours": folder / "ours", "pt": folder / "one.pt", "st": folder / "model.safetensors"}
+
+
+def on_meta() -> dict[str, Any]:
+    with torch.device("meta"):
+        return make()
+
+
+PARAMETERS = 64 * 128 + 128 + 128 + 128 + 128 * 64 + 64
+BUFFERS = 2 * 128 * 4 + 8
+
+
+@pytest.mark.parametrize("form", ["ours", "pt"])
+@pytest.mark.parametrize("state_of", [make, on_meta, trained], ids=["fresh", "meta", "stepped"])
+def test_each_rank_holds_its_rows_of_parameters_and_their_states(paths, form, state_of):
+    found = dsd.preflight(paths[form], state_of(), {"fsdp": 4})
+    assert found.fits, found.report
+    assert found.ranks.tensors == 6 + 3 + 3 * 6
+    steps = 6 * 4
+    assert found.ranks.held_nbytes.tolist() == [PARAMETERS * 3 + BUFFERS + steps] * 4
+    assert found.ranks.wanted_nbytes.tolist() == found.ranks.held_nbytes.tolist()
+    assert (found.ranks.read_nbytes >= found.ranks.wanted_nbytes).all()
+    assert (found.ranks.peak_nbytes > found.ranks.held_nbytes).all()
+
+
+def test_nothing_is_made_and_nothing_changed(paths):
+    state = trained()
+    before = {name: one.clone() for name, one in state["model"].state_dict().items()}
+    dsd.preflight(paths["ours"], state, {"fsdp": 2})
+    after = state["model"].state_dict()
+    assert all(torch.equal(one, after[name]) for name, one in before.items())
+    meta = on_meta()
+    dsd.preflight(paths["ours"], meta, {"fsdp": 2})
+    assert all(one.is_meta for one in meta["model"].state_dict().values())
+    assert not meta["optimizer"].state
+
+
+def test_rules_cut_what_an_optimizer_keeps_as_its_parameter(paths):
+    rules = [("model/0.weight", 0, "tp"), ("*2.weight", -1, "tp"), ("*2.weight", None, "fsdp")]
+    mesh = {"fsdp": 2, "tp": 4}
+    for form in ("ours", "pt"):
+        found = dsd.preflight(paths[form], on_meta(), mesh, shard=rules, verify=False)
+        first, second = 64 * 128 // 8, 64 * 128 // 4
+        rest = (128 + 128 + 128 + 64) // 2
+        expected = (first + second + rest) * 4 * 3 + BUFFERS + 24
+        assert found.ranks.held_nbytes.tolist() == [expected] * 8
+
+
+def test_a_module_alone_is_the_state_of_a_model(paths):
+    found = dsd.preflight(paths["st"], on_meta()["model"], {"fsdp": 2, "dp": 2})
+    assert found.fits
+    assert found.ranks.held_nbytes.tolist() == [PARAMETERS * 2 + BUFFERS] * 4
+    assert found.ranks.over_read < 1.01
+
+
+def test_what_differs_is_told_or_raised(paths):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(96), nn.Linear(128, 64), nn.ReLU())
+        model.more = nn.Linear(2, 2, bias=False)
+    found = dsd.preflight(paths["st"], {"model": model}, {"fsdp": 2})
+    assert not found.fits
+    assert found.report.missing == ["model/more.weight"]
+    assert [one.name for one in found.report.mismatched] == [
+        f"model/1.{name}" for name in ("weight", "bias", "running_mean", "running_var")
+    ]
+    assert found.ranks.tensors == 5
+    assert "model/more.weight" in str(found)
+    with pytest.raises(MismatchError):
+        dsd.preflight(paths["st"], {"model": model}, {"fsdp": 2}, strict=True)
+
+
+def test_memory_is_that_of_the_dtype_in_the_model(paths):
+    with torch.device("meta"):
+        model = make()["model"].bfloat16()
+    found = dsd.preflight(paths["st"], model, {"fsdp": 2}, dtype=torch.bfloat16)
+    assert found.fits
+    wanted, held = int(found.ranks.wanted_nbytes[0]), int(found.ranks.held_nbytes[0])
+    assert (wanted - 8) == 2 * (held - 8)  # a counter of batches stays int64
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shard", "text"),
+    [
+        ({"fsdp": 0}, (), "a mesh has sizes"),
+        ({"fsdp": 2.0}, (), "a mesh has sizes"),
+        ({"fsdp": 1 << 21}, (), "a mesh has sizes"),
+        ({"fsdp": 2}, [("*", 0, "tp")], "a rule is a glob, a dim and an axis"),
+        ({"fsdp": 2}, [("*", "0", "fsdp")], "a rule is a glob, a dim and an axis"),
+        ({"fsdp": 2}, [("*bias", 1, "fsdp")], "has 1 dims, and the rule"),
+    ],
+)
+def test_meshes_and_rules_that_are_none_are_refused(paths, mesh, shard, text):
+    with pytest.raises(ArgumentError, match=text):
+        dsd.preflight(paths["ours"], on_meta(), mesh, shard=shard)
+
+
+def test_fully_sharded_rows_are_cut_after_the_other_axes_have_cut_them():
+    mesh = {"fsdp": 2, "tp": 4}
+    rules = [Rule("*", 0, "tp")]
+    assert place("w", (8, 3), mesh, rules) == (Shard(0, 4), Shard(0))
+    assert place("w", (8, 3), {"tp": 4, "fsdp": 2}, rules) == (Shard(0), Shard(0))
+    assert place("w", (8, 3), mesh, [Rule("*", 1, "tp")]) == (Shard(0), Shard(1))
+    assert place("w", (), mesh, rules) == (Replicate(), Replicate())
+    assert place("w", (8,), mesh, by_rows=False) == (Replicate(), Replicate())
+
+
+# That the numbers are those of the plans that loads make
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_bytes_read_are_those_of_the_plan_of_each_rank(tmp_path_factory, data):
+    shapes = st.lists(st.integers(1, 40), min_size=0, max_size=3).map(tuple)
+    generator = np.random.default_rng(0)
+    state, tensors = {}, data.draw(st.lists(shapes, min_size=1, max_size=4))
+    for number, shape in enumerate(tensors):
+        state[f"t{number}"] = generator.standard_normal(shape).astype(np.float32)
+    path = tmp_path_factory.mktemp("plan") / "c"
+    dsdformat.numpy.save(path, state)
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    mesh = {f"axis{number}": size for number, size in enumerate(sizes)}
+    verify = data.draw(st.booleans())
+    with dsdformat.open(path, verify=verify) as checkpoint:
+        layouts = Layouts(checkpoint, verify=verify)
+        wanted, boxes = [], [[] for _ in range(math.prod(sizes))]
+        for entry in checkpoint:
+            dims = st.sampled_from([None, *range(len(entry.shape))])
+            placements = tuple(
+                Replicate() if (dim := data.draw(dims)) is None else Shard(dim) for _ in sizes
+            )
+            wanted.append(WantedTensor(layouts.of(entry.index), entry.shape, 2, placements))
+            for rank, mine in enumerate(boxes):
+                coordinate = coordinate_of(rank, sizes)
+                pairs = local_boxes(entry.shape, sizes, placements, coordinate)
+                mine.extend(Wanted(entry.index, outer) for outer, _ in pairs)
+        table = survey(mesh, wanted, block_nbytes=checkpoint.block_nbytes)
+        plans = checkpoint.plan_ranks(boxes)
+    assert table.read_nbytes.tolist() == [plan.range_nbytes for plan in plans]
+    assert table.wanted_nbytes.tolist() == [plan.wanted_nbytes for plan in plans]
+    assert (table.held_nbytes * 2).tolist() == table.wanted_nbytes.tolist()
+
+
+def test_compressed_tensors_count_as_stored(tmp_path):
+    state = {"zeros": np.zeros(1 << 21, np.float32)}
+    dsdformat.numpy.save(tmp_path / "c", state, codec="zstd")
+    with dsdformat.open(tmp_path / "c") as checkpoint:
+        layouts = Layouts(checkpoint)
+        one = WantedTensor(layouts.of(0), (1 << 21,), 4, (Shard(0),))
+        table = survey({"fsdp": 2}, [one], block_nbytes=checkpoint.block_nbytes)
+        stored = sum(chunk.stored_nbytes for chunk in checkpoint.tensor("zeros").chunks)
+    assert int(table.read_nbytes.sum()) == pytest.approx(stored, abs=2)
+    assert table.wanted_nbytes.tolist() == [1 << 22] * 2
+
+
+def test_a_thousand_ranks_and_thousands_of_tensors_are_few_kinds(tmp_path):
+    state = {f"layers.{n}.w": np.zeros((2048, 2), np.float32) for n in range(1000)}
+    state |= {f"layers.{n}.b": np.zeros(2048, np.float32) for n in range(1000)}
+    dsdformat.numpy.save(tmp_path / "c", {"model": state})
+    with dsdformat.open(tmp_path / "c") as checkpoint:
+        layouts = Layouts(checkpoint, verify=False)
+        kinds = {layouts.of(entry.index).key for entry in checkpoint}
+        wanted = [WantedTensor(layouts.of(e.index), e.shape, 4, (Shard(0),)) for e in checkpoint]
+        table = survey({"fsdp": 1024}, wanted, block_nbytes=checkpoint.block_nbytes)
+    assert len(kinds) == 2
+    assert table.read_nbytes.tolist() == [1000 * 3 * 8] * 1024
+    assert [len(ranks) for ranks in table.alike()] == [1024]
