@@ -29,6 +29,7 @@ from dsdformat.errors import (
     Problem,
     RankDisagreementError,
     StorageError,
+    TimeLimitError,
     UnsupportedValueError,
     VersionError,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "StorageError",
     "TensorEntry",
     "TensorSource",
+    "TimeLimitError",
     "UnsupportedValueError",
     "VersionError",
     "Writer",

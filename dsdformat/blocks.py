@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Protocol
 
-from dsdformat.errors import ArgumentError, FormatError, Problem, shorten
+from dsdformat.errors import FormatError, Problem
 from dsdformat.format.checks import ChunkPlace, TensorRow
 from dsdformat.format.codecs import RAW, decode_block
 from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
@@ -27,70 +24,12 @@ from dsdformat.plan.copies import Copy
 from dsdformat.plan.load_columns import PAGE_NBYTES
 from dsdformat.plan.load_plan import BATCH_NBYTES, SMALL_NBYTES, LoadPlan
 from dsdformat.storage.base import Storage
+from dsdformat.workers import Workers
 
-__all__ = ["BATCH_NBYTES", "SMALL_NBYTES", "BlockReader", "Task", "Workers"]
+__all__ = ["BATCH_NBYTES", "SMALL_NBYTES", "BlockReader"]
 
-Task = Callable[[], None]
 _PIECE = 512 * KIB  # read, then hashed while it is in the cache
 _PARALLEL_MIN = 1024 * KIB
-
-
-class Workers:
-    """Threads that start when first needed.
-
-    Attributes:
-        count: How many; 1 runs everything in the caller's thread.
-    """
-
-    def __init__(self, count: int | None = None) -> None:
-        if count is not None and (type(count) is not int or count < 1):
-            raise ArgumentError(
-                f"threads is {shorten(count)}, expected 1 or more", code="bad_argument"
-            )
-        self.count = count or min(8, os.cpu_count() or 1)
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
-
-    def run(self, tasks: Iterable[Task]) -> None:
-        """Run tasks, at most twice as many in flight as there are threads.
-
-        Raises:
-            The first exception of a task, after those in flight have ended.
-        """
-        todo = iter(tasks)
-        first = list(itertools.islice(todo, 2))
-        if self.count == 1 or len(first) < 2:
-            for task in itertools.chain(first, todo):
-                task()
-            return
-        pool = self._started()
-        running: set[Future[None]] = set()
-        try:
-            for task in itertools.chain(first, todo):
-                if len(running) >= 2 * self.count:
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
-                running.add(pool.submit(task))
-            for future in running:
-                future.result()
-        finally:
-            for future in running:
-                future.cancel()
-            wait(running)
-
-    def close(self) -> None:
-        """Stop the threads."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown()
-
-    def _started(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.count, "dsdformat")
-            return self._pool
 
 
 class _Block(NamedTuple):

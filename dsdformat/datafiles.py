@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsdformat.blocks import BATCH_NBYTES, SMALL_NBYTES, Task, Workers
+from dsdformat.blocks import BATCH_NBYTES, SMALL_NBYTES
 from dsdformat.boxes import Box
 from dsdformat.format.codecs import PLANES, RAW, encode_block
 from dsdformat.format.digests import DIGEST_NBYTES, digest
@@ -26,6 +26,7 @@ from dsdformat.format.payload import (
 from dsdformat.limits import FILE_CHUNKS_MAX, HEADER_ALIGNMENT, HEADER_NBYTES_MAX
 from dsdformat.sources import Data, iter_blocks
 from dsdformat.storage.base import Buffer, Sink, Target
+from dsdformat.workers import Task, Workers
 
 __all__ = ["ChunkJob", "FilePlan", "plan_files", "write_file"]
 

@@ -33,6 +33,7 @@ __all__ = [
     "Problem",
     "RankDisagreementError",
     "StorageError",
+    "TimeLimitError",
     "UnsupportedValueError",
     "VersionError",
     "listed",
@@ -259,6 +260,10 @@ class RankDisagreementError(DistributedError):
     """Report that ranks passed different names, shapes or paths."""
 
 
+class TimeLimitError(DsdError, TimeoutError):
+    """Report that something goes on for longer than the caller waits."""
+
+
 class ConvertError(DsdError, ValueError):
     """Report a foreign file that cannot be converted.
 
@@ -345,7 +350,7 @@ CODES: dict[str, type[DsdError]] = {
     "flat_shards": ConvertError,
     "inexact_cast": ConvertError,
     "rank_failed": DistributedError, "ranks_absent": DistributedError,
-    "ranks_disagree": RankDisagreementError,
+    "ranks_disagree": RankDisagreementError, "timed_out": TimeLimitError,
 }
 # fmt: on
 

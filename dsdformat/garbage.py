@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 
 __all__ = ["paused_gc"]
@@ -15,8 +16,11 @@ __all__ = ["paused_gc"]
 
 @contextlib.contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause the collector, and leave it as it was. Reference counts go on as ever."""
-    if not gc.isenabled():
+    """Pause the collector, and leave it as it was. Reference counts go on as ever.
+
+    Only in the main thread: from another, what is put back could be what that has changed since.
+    """
+    if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
         yield
         return
     gc.disable()

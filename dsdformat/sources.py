@@ -14,7 +14,7 @@ from dsdformat.format.manifest import Mesh
 from dsdformat.limits import INT63_MAX, NDIM_MAX
 from dsdformat.storage.base import Buffer
 
-__all__ = ["Data", "Reference", "TensorSource", "iter_blocks"]
+__all__ = ["Data", "Reference", "TensorSource", "bytes_view", "copy_into", "iter_blocks"]
 
 # The packed row-major bytes of a box: a contiguous buffer, or a function that makes an iterable
 # of buffers when the writer gets there.
@@ -101,9 +101,7 @@ def iter_blocks(data: Data, nbytes: int, block_nbytes: int, name: str) -> Iterat
         MismatchError: `data_mismatch` if there are more or fewer bytes than `nbytes`.
     """
     if not callable(data):
-        view = _bytes_view(data, name)
-        if len(view) != nbytes:
-            _mismatch(name, len(view), nbytes)
+        view = bytes_view(data, nbytes, name)
         for at in range(0, nbytes, block_nbytes):
             yield view[at : at + block_nbytes]
         return
@@ -124,6 +122,38 @@ def iter_blocks(data: Data, nbytes: int, block_nbytes: int, name: str) -> Iterat
                 block = bytearray(min(block_nbytes, nbytes - done))
     if done != nbytes:
         _mismatch(name, done + used, nbytes)
+
+
+def copy_into(data: Data, into: memoryview, name: str) -> None:
+    """Copy the bytes of a chunk to another place.
+
+    Raises:
+        MismatchError: `data_mismatch` if they are more or fewer than there is room for.
+    """
+    if not callable(data):
+        into[:] = bytes_view(data, len(into), name)
+        return
+    done = 0
+    for piece in data():
+        view = _bytes_view(piece, name)
+        if done + len(view) > len(into):
+            _mismatch(name, done + len(view), len(into))
+        into[done : done + len(view)] = view
+        done += len(view)
+    if done != len(into):
+        _mismatch(name, done, len(into))
+
+
+def bytes_view(data: Any, nbytes: int, name: str) -> memoryview:
+    """Return the bytes of a chunk that lie in memory as they are.
+
+    Raises:
+        MismatchError: `data_mismatch` if there are more or fewer than expected.
+    """
+    view = _bytes_view(data, name)
+    if len(view) != nbytes:
+        _mismatch(name, len(view), nbytes)
+    return view
 
 
 def _bytes_view(data: Any, name: str) -> memoryview:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from dsdformat.blocks import BlockReader, Workers
+from dsdformat.blocks import BlockReader
 from dsdformat.boxes import Box, flat_boxes, whole
 from dsdformat.errors import ArgumentError, Problem, raise_problems, shorten
 from dsdformat.format.bodies import find_body_problems
@@ -29,6 +29,7 @@ from dsdformat.plan.chunk_tables import ChunkTable, find_sound_table, table_of_r
 from dsdformat.plan.load_plan import BOUND, LoadPlan, LoadPlanner, Wanted
 from dsdformat.sections import ManifestFile
 from dsdformat.storage.base import Storage
+from dsdformat.workers import Workers
 
 __all__ = ["TensorTable", "digest_leaves", "writable_bytes"]
 

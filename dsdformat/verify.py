@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dsdformat.blocks import BATCH_NBYTES, SMALL_NBYTES, BlockReader, Task, Workers
+from dsdformat.blocks import BATCH_NBYTES, SMALL_NBYTES, BlockReader
 from dsdformat.errors import FormatError, Problem, raise_problems
 from dsdformat.format.checks import StoredChunk, check_columns
 from dsdformat.format.codecs import RAW
@@ -18,6 +18,7 @@ from dsdformat.garbage import paused_gc
 from dsdformat.limits import MANIFEST_LABEL, MIB
 from dsdformat.reader import Checkpoint
 from dsdformat.storage.base import Storage
+from dsdformat.workers import Task, Workers
 
 __all__ = ["Report", "verify_storage", "find_side_problems"]
 

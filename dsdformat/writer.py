@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dsdformat.blocks import Workers
 from dsdformat.boxes import Box
 from dsdformat.datafiles import ChunkJob, FilePlan, plan_files, write_file
 from dsdformat.errors import ArgumentError, MismatchError, shorten
@@ -49,6 +48,7 @@ from dsdformat.parts import (
 from dsdformat.sources import Data, Reference, TensorSource
 from dsdformat.storage.base import Target
 from dsdformat.storage.target import JoinedTarget
+from dsdformat.workers import Workers
 
 __all__ = ["Codec", "PartWriter", "Writer"]
 
@@ -63,7 +63,7 @@ _CODEC_NUMBERS = {name: number for number, name in CODECS.items()}
 class PartWriter:
     """Writes the data files of one rank.
 
-    Nothing is read from the sources, and nothing written, until `finish`.
+    Nothing is read from the sources, and nothing written, until `finish`; `plan` comes before it.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class PartWriter:
         self._adapt = adapt
         self._sources: list[TensorSource] = []
         self._meshes: dict[int, tuple[Mesh, bool]] = {}
+        self._planned: tuple[Any, list[TensorRecord]] | None = None
         self._done = False
 
     def add(self, state: Mapping[str, Any]) -> None:
@@ -148,6 +149,32 @@ class PartWriter:
             value = {step: value}
         self.add(value)
 
+    def plan(self) -> list[ChunkJob]:
+        """Encode what was added, and plan the data files; `write`, `finish` or `commit` goes on.
+
+        Of the state the writer keeps no more than the `data` of what is returned, which may be
+        replaced by the same bytes elsewhere: what is done to the state then is not seen.
+
+        Returns:
+            The chunks that will be written, in the order of the files.
+
+        Raises:
+            UnsupportedValueError: and whatever else is wrong with the state.
+
+        Ranks: local.
+        """
+        self._check_open()
+        self._done = True
+        with paused_gc():
+            self._planned = self._plan_tensors()
+            self._plans = plan_files(self._jobs, self._metadata, self._block_nbytes)
+        self._state, self._adapt, self._sources = {}, None, []
+        return [job for plan in self._plans for job in plan.jobs]
+
+    def cancel(self) -> None:
+        """Let what writes now, in another thread, end with an error soon."""
+        self._workers.cancel()
+
     def finish(self) -> bytes:
         """Write the data files, make them durable, and return the part for the coordinator.
 
@@ -161,17 +188,18 @@ class PartWriter:
         return self._write().to_bytes()
 
     def _write(self) -> Part:
-        self._check_open()
-        self._done = True
-        with paused_gc():
-            tree, tensors = self._plan_tensors()
-            plans = plan_files(self._jobs, self._metadata, self._block_nbytes)
+        if self._planned is None:
+            self.plan()
+        assert self._planned is not None
+        (tree, tensors), self._planned = self._planned, None
+        plans = self._plans
         labels = file_labels([plan.prefix for plan in plans], self._rank, self._world_size)
-        self._plans = plans
-        for plan, label in zip(plans, labels, strict=True):
-            plan.label = label
-            write_file(plan, self._target, self._block_nbytes, self._workers)
-        self._workers.close()
+        try:
+            for plan, label in zip(plans, labels, strict=True):
+                plan.label = label
+                write_file(plan, self._target, self._block_nbytes, self._workers)
+        finally:
+            self._workers.close()
         ordered = sorted(plans, key=lambda plan: plan.label)
         with paused_gc():
             return part_of(
@@ -348,7 +376,7 @@ class Writer(PartWriter):
         Ranks: coordinator only.
         Memory: the merged chunk tables.
         """
-        if self._own is None:
+        if self._own is None and self._planned is None:
             self._check_open()
         try:
             if len(parts) != self._world_size - 1:
@@ -363,6 +391,7 @@ class Writer(PartWriter):
                 part = merge_parts([own, *read_parts(parts)])
                 check_complete(part)
             self.root = self._write_manifest(part)
+            self._workers.check()
             self._target.commit()
         except BaseException:
             self.root = None
@@ -372,7 +401,7 @@ class Writer(PartWriter):
 
     def abort(self) -> None:
         """Remove what was written. The target is as it was."""
-        self._done, self._own = True, None
+        self._done, self._own, self._planned = True, None, None
         self._workers.close()
         self._target.abort()
 

@@ -49,6 +49,7 @@ NAMES = [
     "StorageError",
     "TensorEntry",
     "TensorSource",
+    "TimeLimitError",
     "UnsupportedValueError",
     "VersionError",
     "Writer",
@@ -82,6 +83,7 @@ def test_the_format_version_is_that_of_the_spec():
 
 
 TORCH_NAMES = [
+    "Background",
     "Cast",
     "FlattenParams",
     "LoadReport",
@@ -90,10 +92,12 @@ TORCH_NAMES = [
     "PerRank",
     "Preflight",
     "Recipe",
+    "SaveHandle",
     "broadcast",
     "consolidate",
     "distribute",
     "export_safetensors",
+    "free_staging",
     "gather",
     "load",
     "load_model",

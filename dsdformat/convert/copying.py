@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dsdformat.blocks import Task, Workers
 from dsdformat.boxes import Box, whole
 from dsdformat.convert.foreign import AnyTensor, read_range
 from dsdformat.convert.outputs import Meter
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
 from dsdformat.storage.base import Sink
+from dsdformat.workers import Task, Workers
 
 __all__ = ["PIECE_NBYTES", "Copy", "copy_tensors", "cut"]
 

@@ -111,10 +111,14 @@ class ForeignEntry:
         )
 
     def content_digest(self) -> str:
-        """Return the content digest, as that of a tensor of ours; its data are read.
+        """Return the content digest, as that of a tensor of ours; its data are read, once.
 
         Memory: 4 MiB and what reading that much takes.
         """
+        return self._content_digest
+
+    @functools.cached_property
+    def _content_digest(self) -> str:
         itemsize = self.tensor.itemsize
         leaves = digest_leaves(itemsize, self.shape, lambda box, into: self.read(box, into=into))
         return tensor_content_digest(self.dtype, self.shape, leaves).hex()

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from dsdformat.blocks import BlockReader, Workers
+from dsdformat.blocks import BlockReader
 from dsdformat.convert.entries import ForeignEntry
 from dsdformat.convert.files import FileBytes, read_exactly
 from dsdformat.convert.foreign import Foreign, mapped_tree, rooted, walk_tree
@@ -26,6 +26,7 @@ from dsdformat.format.values import Named, Scalar, Size, TensorRef
 from dsdformat.limits import MIB
 from dsdformat.plan.load_plan import BOUND, LoadPlan, LoadPlanner, Wanted
 from dsdformat.tensors import writable_bytes
+from dsdformat.workers import Workers
 
 __all__ = ["ForeignReader"]
 

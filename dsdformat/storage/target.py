@@ -24,7 +24,7 @@ from dsdformat.storage.base import Buffer
 from dsdformat.storage.guards import Guard, no_checkpoint
 from dsdformat.storage.local import replaced_path, storage_errors
 
-__all__ = ["FileSink", "FileTarget", "JoinedTarget", "LocalTarget"]
+__all__ = ["FileSink", "FileTarget", "JoinedTarget", "LocalTarget", "locks", "make_partial"]
 
 PIECES_MAX = 1024  # IOV_MAX of Linux
 _EXCHANGE, _AT_FDCWD = 2, -100
@@ -45,7 +45,7 @@ class _Staged:
             _make_folders(self._path.parent)
             _clean(self._path, guard)
             self._check_replaceable()
-            self.staging, self._lock = _make_staging(self._path)
+            self.staging, self._lock = make_partial(self._path)
 
     @property
     def name(self) -> str:
@@ -256,7 +256,11 @@ def _make_folders(path: Path) -> None:
         _sync_folder(folder.parent)
 
 
-def _make_staging(path: Path) -> tuple[Path, int | None]:
+def make_partial(path: Path) -> tuple[Path, int | None]:
+    """Make a folder beside a final name that belongs to this process, and its lock if there is one.
+
+    The next writer to that name removes it, once nobody holds the lock.
+    """
     while True:
         staging = path.parent / f".{path.name}.dsd-partial-{os.urandom(4).hex()}"
         try:
@@ -297,7 +301,7 @@ def _lock(folder: Path) -> int | None:
         BlockingIOError: another process holds it.
         FileNotFoundError: it is gone.
     """
-    fcntl = _fcntl()
+    fcntl = locks()
     if fcntl is None:
         return None
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -321,7 +325,8 @@ def _is_stale(folder: Path) -> bool:
     return time.time() - max(times) > _STALE_SECONDS
 
 
-def _fcntl() -> ModuleType | None:
+def locks() -> ModuleType | None:
+    """Return the module that locks files; None where the system has none."""
     try:
         import fcntl
     except ImportError:

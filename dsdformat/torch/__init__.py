@@ -9,6 +9,7 @@ states in any wrapping.
 
 from __future__ import annotations
 
+from dsdformat.torch.background import Background, SaveHandle, free_staging
 from dsdformat.torch.broadcast import broadcast
 from dsdformat.torch.distribute import distribute
 from dsdformat.torch.export import export_safetensors
@@ -25,6 +26,7 @@ from dsdformat.torch.save import save
 from dsdformat.torch.snapshot import snapshot
 
 __all__ = [
+    "Background",
     "Cast",
     "FlattenParams",
     "LoadReport",
@@ -33,10 +35,12 @@ __all__ = [
     "PerRank",
     "Preflight",
     "Recipe",
+    "SaveHandle",
     "broadcast",
     "consolidate",
     "distribute",
     "export_safetensors",
+    "free_staging",
     "gather",
     "load",
     "load_model",

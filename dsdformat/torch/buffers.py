@@ -7,7 +7,8 @@ works for dtypes that torch cannot compute with.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dsdformat.limits import MIB
 
 __all__ = [
     "Data",
+    "Slabs",
     "as_bits",
     "as_bytes",
     "box_view",
@@ -35,8 +37,6 @@ __all__ = [
     "tensor_over",
     "typed",
 ]
-
-Data = memoryview | Callable[[], Iterator[memoryview]]
 
 SLAB_NBYTES = 4 * MIB
 _CARRIERS = {
@@ -87,14 +87,29 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def data_of(tensor: torch.Tensor) -> Data:
-    """Return the row-major bytes of a tensor: its memory, or a function that packs slabs of it.
+@dataclass(frozen=True, slots=True, eq=False)
+class Slabs:
+    """The row-major bytes of a tensor that do not lie in host memory as they are.
 
-    Memory: one slab of 4 MiB while the function's iterator is in use, where it is needed.
+    A call gives them, packed slab by slab.
     """
-    if is_packed(tensor):
-        return bytes_of(tensor)
-    return lambda: map(bytes_of, _packed_slabs(tensor))
+
+    tensor: torch.Tensor
+
+    def __call__(self) -> Iterator[memoryview]:
+        """Pack slabs of 4 MiB at most; one is held at a time."""
+        return map(bytes_of, _packed_slabs(self.tensor))
+
+
+Data = memoryview | Slabs
+
+
+def data_of(tensor: torch.Tensor) -> Data:
+    """Return the row-major bytes of a tensor: its memory, or what packs slabs of it.
+
+    Memory: one slab of 4 MiB while the slabs are in use, where they are needed.
+    """
+    return bytes_of(tensor) if is_packed(tensor) else Slabs(tensor)
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:

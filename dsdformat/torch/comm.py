@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import distributed
 
-from dsdformat.errors import CODES, DistributedError, DsdError, RankDisagreementError, shorten
+from dsdformat.errors import DistributedError, RankDisagreementError, shorten
 from dsdformat.format.decoding import decode_tree
 from dsdformat.format.digests import digest
 from dsdformat.format.packing import emit, parse
 from dsdformat.format.values import encode
+from dsdformat.torch.failures import check_rows, error_row
 
-__all__ = ["Comm", "global_rank", "group_order", "is_distributed"]
+__all__ = ["Comm", "decoded", "global_rank", "group_order", "is_distributed"]
 
 _SIZE_NBYTES = 8
 
@@ -109,7 +110,7 @@ class Comm:
         sizes = self._sizes(own.numel())
         parts: list[Any] = [None] * self.world_size
         for rank, part in self.share(own, sizes):
-            parts[rank] = _decoded(part.cpu().numpy().tobytes())
+            parts[rank] = decoded(part.cpu().numpy().tobytes())
         return parts
 
     def tell(self, value: Any) -> Any:
@@ -120,7 +121,7 @@ class Comm:
         if self.world_size == 1:
             return value
         told = self.tell_bytes(emit(encode(value)) if self.is_coordinator else b"")
-        return value if self.is_coordinator else _decoded(told)
+        return value if self.is_coordinator else decoded(told)
 
     def tell_bytes(self, raw: bytes) -> bytes:
         """Return the bytes that rank 0 passed.
@@ -179,16 +180,8 @@ class Comm:
             if error is not None:
                 raise error
             return
-        rows = self.gather_values(None if error is None else _row(error))
-        failures = {
-            rank: _error(row) for rank, row in zip(self.ranks, rows, strict=True) if row is not None
-        }
-        if error is not None and all(row == rows[0] for row in rows):
-            raise error
-        if failures:
-            if error is not None:
-                failures[self.ranks[self.rank]] = error
-            raise _failed(doing, failures) from error
+        rows = self.gather_values(None if error is None else error_row(error))
+        check_rows(doing, self.ranks, rows, (self.rank, error))
 
     def exchange(
         self, buffer: torch.Tensor, sent: Sequence[int], sizes: Sequence[int]
@@ -367,48 +360,6 @@ def _raw_tensor(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(emit(encode(value))), dtype=torch.uint8)
 
 
-def _decoded(raw: bytes) -> Any:
+def decoded(raw: bytes) -> Any:
+    """Return the value that another rank has encoded."""
     return decode_tree({"value": parse(raw)}).root["value"]
-
-
-def _row(error: Exception) -> dict[str, Any]:
-    known = isinstance(error, DsdError)
-    return {
-        "kind": type(error).__name__,
-        "code": error.code if known else None,  # type: ignore[attr-defined]
-        "hint": error.hint if known else None,  # type: ignore[attr-defined]
-        "message": _text(error.message if known else str(error)),  # type: ignore[attr-defined]
-    }
-
-
-def _text(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _error(row: dict[str, Any]) -> Exception:
-    """Make an error of another rank again, as far as it is one of ours."""
-    kind = CODES.get(row["code"])
-    if kind is None or issubclass(kind, DistributedError):
-        return _TellableError(f"{row['kind']}: {row['message']}")
-    error = kind.__new__(kind)
-    Exception.__init__(error, row["message"])
-    error.message, error.code, error.hint = row["message"], row["code"], row["hint"]
-    return error
-
-
-class _TellableError(RuntimeError):
-    """Stand for an error of another rank that is none of ours."""
-
-
-def _shown(error: Exception) -> str:
-    known = isinstance(error, (DsdError, _TellableError))
-    return str(error) if known else f"{type(error).__name__}: {error}"
-
-
-def _failed(doing: str, failures: dict[int, Exception]) -> DistributedError:
-    first = min(failures)
-    lines = [f"{doing} failed on rank {first}: {_shown(failures[first])}"]
-    others = [str(rank) for rank in sorted(failures) if rank != first]
-    if others:
-        lines.append(f"it failed on ranks {', '.join(others)} too")
-    return DistributedError("\n".join(lines), code="rank_failed", failures=dict(failures))

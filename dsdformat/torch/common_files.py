@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsdformat.blocks import Task, Workers
 from dsdformat.boxes import Box, flat_boxes
 from dsdformat.limits import KIB, MIB
 from dsdformat.plan.sharding import Held
@@ -27,6 +26,7 @@ from dsdformat.storage.target import FileSink
 from dsdformat.torch.buffers import as_bits, bytes_of, is_packed
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.sharding import held_view
+from dsdformat.workers import Task, Workers
 
 __all__ = ["BUCKET_NBYTES", "CommonFiles", "Place", "Shard"]
 

@@ -6,16 +6,13 @@ lies in host memory is copied too, and containers keep their types.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 
-from dsdformat.torch.buffers import as_bits, empty, memory_order
 from dsdformat.torch.composites import find_kind
 from dsdformat.torch.sharding import is_spread
-from dsdformat.torch.sources import tensor_identity
-from dsdformat.torch.stored import find_items, rebuilt
+from dsdformat.torch.snapshot import Copies
 
 __all__ = ["staged"]
 
@@ -32,29 +29,14 @@ def staged(state: dict[str, Any]) -> dict[str, Any]:
     return copied
 
 
-class _Copies:
-    def __init__(self) -> None:
-        self._made: dict[Any, torch.Tensor] = {}
+class _Copies(Copies):
+    """Copies that keep what is spread, and what is no strided block, as it is."""
 
-    def copy(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        items = find_items(value)
-        if items is None:
-            return copy.deepcopy(value)
-        return rebuilt(value, [(key, self.copy(item)) for key, item in items])
-
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_spread(tensor) or find_kind(tensor) is not None or _is_special(tensor):
             with torch.no_grad():
                 return tensor.detach().to("cpu", copy=True)
-        key = tensor_identity(tensor, tensor)
-        if key not in self._made:
-            plain = tensor.detach()
-            made = empty(plain.shape, plain.dtype, order=memory_order(plain))
-            as_bits(made).copy_(as_bits(plain))
-            self._made[key] = made
-        return self._made[key]
+        return super().tensor(tensor)
 
 
 def _is_special(tensor: torch.Tensor) -> bool:

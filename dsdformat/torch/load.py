@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from dsdformat.convert import Policy
-from dsdformat.convert.opening import Paths, open_origin
+from dsdformat.convert.opening import Paths
 from dsdformat.convert.reading import ForeignReader
 from dsdformat.errors import DsdError, MismatchError
 from dsdformat.reader import Checkpoint
 from dsdformat.renaming import renamed
 from dsdformat.selection import Rename
+from dsdformat.torch.background import open_settled
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.fitting import fitted
@@ -168,6 +169,7 @@ def load(  # noqa: PLR0913
         FormatError: the checkpoint is damaged; see `dsdformat.open`. After `checksum_mismatch`,
             tensors of the state may hold part of what was read.
         DistributedError: `rank_failed`, on every rank, with the cause of each rank that failed.
+            `ranks_absent`: a rank has ended, or makes another call, as far as the group can tell.
         RankDisagreementError: `ranks_disagree`: ranks load different checkpoints, or disagree
             about `share_reads`.
 
@@ -177,7 +179,7 @@ def load(  # noqa: PLR0913
     """
     options = LoadOptions.of(strict, device, dtype, rename, select, mmap, types)
     opened = functools.partial(
-        open_origin, path, verify=verify, digest=digest, threads=threads, unknown=unknown
+        open_settled, path, verify=verify, digest=digest, threads=threads, unknown=unknown
     )
     if state is None:
         with contextlib.closing(opened()) as origin:
@@ -268,7 +270,7 @@ def load_model(
     """
     target = torch.device("cpu") if device is None else as_device(device)
     options = LoadOptions.of(device=target, dtype=dtype, mmap=mmap)
-    opened = open_origin(path, verify=verify, digest=digest, threads=threads)
+    opened = open_settled(path, verify=verify, digest=digest, threads=threads)
     with contextlib.closing(opened) as origin:
         tree = read_tree(origin)
         recipe = recipe or find_recipe(tree.get(RECIPES), name, str(path))

@@ -18,6 +18,7 @@ from torch import nn
 from dsdformat import folders
 from dsdformat.errors import ArgumentError, EntryNotFoundError, listed
 from dsdformat.folders import PathLike
+from dsdformat.torch.background import settle
 from dsdformat.torch.flatten import FlattenParams, flat_form, without_views
 from dsdformat.torch.fqn import named_tensors
 from dsdformat.torch.load import load
@@ -67,6 +68,7 @@ def map_parameters(
     Memory: 4 MiB to verify; pages that are written to, as those of running statistics.
     """
     held = _Held(module)
+    settle(path)
     with folders.open(path, verify=verify, digest=digest, threads=threads) as checkpoint:
         entries = [entry for entry in checkpoint if entry.path[0] == name]
         stored = {entry.name for entry in entries}
@@ -77,8 +79,7 @@ def map_parameters(
         ]
     if not entries:
         raise EntryNotFoundError(f"{path} has nothing at the root key {name!r}", name=name)
-    if apart:
-        _refuse_copies(apart)
+    _check_apart(apart)
     with without_views(module) if _is_flat(module, name, stored) else nullcontext():
         held.release()
         try:
@@ -153,7 +154,10 @@ def _has(stored: set[str], name: str, key: str) -> bool:
     return f"{name}/{key}" in stored
 
 
-def _refuse_copies(names: list[str]) -> None:
+def _check_apart(names: list[str]) -> None:
+    """Refuse tensors that cannot be mapped, if there are any."""
+    if not names:
+        return
     raise ArgumentError(
         f"{listed(names)} cannot be mapped: compressed, or stored in several chunks",
         code="cannot_map",

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, overload
 
-from dsdformat import folders
 from dsdformat.folders import PathLike
+from dsdformat.torch.background import Background, SaveHandle, begin, settle, spare_threads
 from dsdformat.torch.capture import capture_with_buffers, check_acyclic
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.introspect import as_mapping
 from dsdformat.torch.per_rank import Path, unmarked
 from dsdformat.torch.recipes import RECIPES, Recipe, recipe_values
-from dsdformat.torch.save_together import save_together
+from dsdformat.torch.save_together import plan_together
 from dsdformat.torch.sources import Adapter
-from dsdformat.writer import Codec
+from dsdformat.torch.unfinished import Unfinished, plan
+from dsdformat.writer import Codec, PartWriter
 
 __all__ = ["save"]
+
+
+@overload
+def save(
+    path: PathLike,
+    state: Mapping[str, Any],
+    *,
+    overwrite: bool = ...,
+    codec: Codec = ...,
+    user: Mapping[str, str] | None = ...,
+    threads: int | None = ...,
+    recipes: Mapping[str, Recipe] | None = ...,
+    group: Any = ...,
+    check_replicas: bool | None = ...,
+    background: Literal[False] = ...,
+) -> str: ...
+
+
+@overload
+def save(
+    path: PathLike,
+    state: Mapping[str, Any],
+    *,
+    overwrite: bool = ...,
+    codec: Codec = ...,
+    user: Mapping[str, str] | None = ...,
+    threads: int | None = ...,
+    recipes: Mapping[str, Recipe] | None = ...,
+    group: Any = ...,
+    check_replicas: bool | None = ...,
+    background: Literal[True] | Background,
+) -> SaveHandle: ...
 
 
 # long: the options and their documentation
@@ -31,7 +64,8 @@ def save(
     recipes: Mapping[str, Recipe] | None = None,
     group: Any = None,
     check_replicas: bool | None = None,
-) -> str:
+    background: bool | Background = False,
+) -> str | SaveHandle:
     """Save modules, optimizers, schedulers, tensors and values as one checkpoint.
 
     On several ranks all of them call this, with states of which each has its own part: shards of
@@ -53,15 +87,19 @@ def save(
         overwrite: Whether to replace a checkpoint that is there, once the new one is complete.
         codec: `raw`, `zstd` or `planes+zstd`, or a function from a tensor's name to one.
         user: User metadata: strings.
-        threads: How many threads hash and write; up to 8 if None.
+        threads: How many threads hash and write; up to 8 if None, and up to 4 in the background.
         recipes: For keys of the state, how `load_model` builds the model there.
         group: The process group of the ranks that save together; the default one if None.
         check_replicas: Whether to compare, by digests, the bytes of what several ranks hold. If
             None, of each tensor that is not spread over ranks a few hundred elements are compared,
             but of buffers of modules the first rank's are stored. False for nothing of either.
+        background: Whether to return when the state is copied, and write while training goes on.
+            All that can be refused is refused in the call. `Background(limit=…)` says how long it
+            may take. A save waits for the one in flight, and raises the error that nobody asked
+            for.
 
     Returns:
-        The root digest.
+        The root digest; a handle that gives it if the save goes on in the background.
 
     Raises:
         UnsupportedValueError: something cannot be stored: a function, a tensor without data, an
@@ -70,13 +108,16 @@ def save(
         StorageError: `already_exists`, or the medium failed; the target is as it was.
         RankDisagreementError: `ranks_disagree`: values, counters or replicas differ between ranks.
         DistributedError: `rank_failed`, on every rank, with the cause of each rank that failed.
+            `ranks_absent`: a rank has ended, or makes another call, as far as the group can tell.
 
     Ranks: collective over the group; rank 0 of it commits. All see the folder.
-    Memory: two blocks per thread; none for packed tensors in host memory.
+    Memory: two blocks per thread; none for packed tensors in host memory. In the background, the
+        bytes that this rank writes, in a buffer that is kept: see `free_staging`.
     """
     comm = Comm(group)
 
     def captured() -> tuple[dict[str, Any], list[Path], list[Path]]:
+        settle()
         check_acyclic(dict(as_mapping(state)))
         inner, own = unmarked(state, comm.rank)
         plain, buffers = capture_with_buffers(inner)
@@ -84,20 +125,19 @@ def save(
             plain = {**plain, RECIPES: recipe_values(recipes, state)}
         return plain, buffers, own
 
-    if comm.world_size > 1:
-        return save_together(
-            comm,
-            path,
-            captured,
-            overwrite=overwrite,
-            user=user,
-            same=check_replicas,
-            codec=codec,
-            threads=threads,
-        )
-    plain, _, _ = captured()
-    with folders.create(
-        path, overwrite=overwrite, codec=codec, user=user, threads=threads, adapt=Adapter()
-    ) as writer:
-        writer.add(plain)
-        return writer.commit()
+    def planned(stage: Callable[[PartWriter], None] | None = None) -> Unfinished:
+        options: dict[str, Any] = {
+            "overwrite": overwrite,
+            "user": user,
+            "codec": codec,
+            "threads": spare_threads() if background and threads is None else threads,
+            "stage": stage,
+        }
+        if comm.world_size > 1:
+            return plan_together(comm, path, captured, same=check_replicas, **options)
+        return plan(comm, path, captured()[0], adapt=Adapter(), **options)
+
+    if background:
+        how = background if isinstance(background, Background) else Background()
+        return begin(path, how, threads, planned)
+    return planned().write()

@@ -17,7 +17,7 @@ from dsdformat.torch.introspect import is_array, local_tensor
 from dsdformat.torch.sources import array_identity, numpy_side, tensor_identity
 from dsdformat.torch.stored import find_items, rebuilt
 
-__all__ = ["snapshot"]
+__all__ = ["Copies", "snapshot"]
 
 
 def snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,10 +37,10 @@ def snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
     Ranks: local.
     Memory: the copy.
     """
-    return _Copies().copy(capture(state))  # type: ignore[no-any-return]
+    return Copies().copy(capture(state))  # type: ignore[no-any-return]
 
 
-class _Copies:
+class Copies:
     """Copies what it is given; what is the same memory becomes one copy."""
 
     def __init__(self) -> None:
@@ -48,8 +48,9 @@ class _Copies:
         self._alive: list[Any] = []  # so that nothing else gets the memory of a source
 
     def copy(self, value: Any) -> Any:
+        """Copy a value, or a container and all that is in it."""
         if isinstance(value, torch.Tensor):
-            return self._tensor(value)
+            return self.tensor(value)
         if is_array(value):
             return self._array(value)
         items = find_items(value)
@@ -57,7 +58,8 @@ class _Copies:
             return copy.deepcopy(value)
         return rebuilt(value, [(key, self.copy(item)) for key, item in items])
 
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor as this rank has it."""
         self._alive.append(tensor)
         if find_kind(tensor) is not None:
             key: Any = id(tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,7 +138,7 @@ def _composed(value: Any) -> Any:
 
 def find_items(value: Any) -> list[tuple[Any, Any]] | None:
     """List keys and children of a container that may hold tensors; None for anything else."""
-    if type(value) in (dict, OrderedDict, defaultdict):
+    if type(value) in (dict, OrderedDict, defaultdict, Counter):
         return list(value.items())
     if type(value) in (list, tuple, deque):
         return list(enumerate(value))
@@ -152,6 +152,8 @@ def rebuilt(like: Any, items: list[tuple[Any, Any]]) -> Any:
         return Composite(like.kind, dict(items))
     if kind is defaultdict:
         return defaultdict(like.default_factory, items)
+    if kind is Counter:
+        return Counter(dict(items))  # it would count pairs
     if kind is deque:
         return deque((item for _, item in items), like.maxlen)
     if kind in (list, tuple):

@@ -28,6 +28,9 @@ for name in [name for name in sys.modules if "pickle" in name]:
     del sys.modules[name]
 sys.meta_path.insert(0, Blocked())
 from dsdformat.convert import convert, open_foreign
+from dsdformat.convert.opening import open_any
+from dsdformat.boxes import whole
+from dsdformat.plan.load_plan import Wanted
 import dsdformat
 
 answers = []
@@ -36,6 +39,14 @@ for path, out in zip(sys.argv[1::2], sys.argv[2::2]):
         data = {name: bytes(tensor.read()).hex() for name, tensor in foreign}
         with dsdformat.create(out) as writer:
             writer.add(foreign.state())
+    for each in (path, out):  # many boxes at once, of a foreign checkpoint and of ours
+        reader = open_any(each)
+        wanted = [Wanted(entry.index, whole(entry.shape)) for entry in reader]
+        buffers = [bytearray(entry.nbytes) for entry in reader]
+        reader.read_boxes(wanted, buffers)
+        assert [buffer.hex() for buffer in buffers] == list(data.values()), (each, data)
+        assert list(reader.tree()) and [len(one.content_digest()) for one in reader] == [64]
+        reader.close()
     answers.append(data)
     for to in ("safetensors", "huggingface", "npz", "torch", "dcp"):
         options = {"weights_only": False} if to == "torch" else {}

@@ -6,7 +6,7 @@ asserts what came of its own part. `ranks(n)(function, …)` is a launch of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,23 @@ def launcher() -> Iterator[Launcher]:
 
 @pytest.fixture
 def ranks(launcher: Launcher, tmp_path: Path) -> Callable[..., Any]:
-    """`ranks(n)(function, *args)` gives the list of what each of n ranks returned."""
+    """`ranks(n)(function, *args)` gives the list of what each of n ranks returned.
+
+    Ranks in `killed` are those that the function kills with SIGKILL; they give None.
+    """
 
     def ranks(
-        world_size: int, *, limit_s: float = LIMIT_S, group_timeout_s: float = GROUP_TIMEOUT_S
+        world_size: int,
+        *,
+        limit_s: float = LIMIT_S,
+        group_timeout_s: float = GROUP_TIMEOUT_S,
+        killed: Iterable[int] = (),
     ) -> Callable[..., list[Any]]:
         def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
             call = Call(function.__module__, function.__name__, args, kwargs)
             folder = tmp_path / f"launch{len(list(tmp_path.iterdir()))}"
-            launch = Launch((call,), world_size, folder, limit_s, group_timeout_s)
+            dead = frozenset(killed)
+            launch = Launch((call,), world_size, folder, limit_s, group_timeout_s, dead)
             (outcome,) = launcher.run(launch)
             return list(_values(outcome))
 

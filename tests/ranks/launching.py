@@ -33,6 +33,7 @@ LIMIT_S = 60  # for one call, from the end of the one before
 GROUP_TIMEOUT_S = 20
 _PATIENCE_S = 5.0  # for ranks when another has ended
 _TEXT_MAX = 20_000
+KILLED = "\nkilled by SIGKILL\n"
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Launch:
         folder: Where they put what they have to say.
         limit_s: For each call.
         group_timeout_s: Of the process group.
+        killed: Ranks that are killed on purpose; None is what they return.
     """
 
     calls: tuple[Call, ...]
@@ -62,6 +64,7 @@ class Launch:
     folder: Path
     limit_s: float = LIMIT_S
     group_timeout_s: float = GROUP_TIMEOUT_S
+    killed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,9 @@ class Launcher:
 
 def _outcomes(launch: Launch) -> Iterator[Outcome]:
     reports = [_report(launch.folder, rank) for rank in range(launch.world_size)]
+    for rank in launch.killed:
+        if KILLED in _words(launch, rank).read_text(errors="replace"):
+            reports[rank] = [("ok", None)] * len(launch.calls)
     for index in range(len(launch.calls)):
         rows = [report[index] if index < len(report) else None for report in reports]
         if all(row is not None and row[0] == "ok" for row in rows):
@@ -172,11 +178,16 @@ def _report(folder: Path, rank: int) -> list[tuple[str, Any]]:
 def _all_said(launch: Launch, rows: Sequence[tuple[str, Any] | None]) -> Iterator[str]:
     known: dict[str, int] = {}
     for rank, row in enumerate(rows):
-        said = _said(launch.folder / f"rank{rank}.err", row)
+        said = _said(_words(launch, rank), row)
         title = said.splitlines()[0]
         first = known.setdefault(title if row is not None else said, rank)
         told = said if first == rank else f"as rank {first}: {title}"
         yield f"---- rank {rank} of {launch.world_size}: {told}"
+
+
+def _words(launch: Launch, rank: int) -> Path:
+    """Where the standard streams of a rank go."""
+    return launch.folder / f"rank{rank}.err"
 
 
 def _said(words: Path, row: tuple[str, Any] | None) -> str:
@@ -235,7 +246,8 @@ def _supervise(launch: Launch) -> None:
                 with reports[rank].with_suffix(".err").open("a") as words:
                     words.write(_ended(status))
             # Others may wait for it in vain, if not in gloo, which tells them.
-            deadline = min(deadline, time.monotonic() + _PATIENCE_S)
+            if rank not in launch.killed:
+                deadline = min(deadline, time.monotonic() + _PATIENCE_S)
             continue
         size = sum(path.stat().st_size for path in reports if path.exists())
         if size != seen and len(alive) == launch.world_size:
@@ -248,6 +260,8 @@ def _supervise(launch: Launch) -> None:
 
 def _ended(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL:
+        return KILLED
     return f"\nkilled by {signal.Signals(-code).name}\n" if code < 0 else f"\nexit {code}\n"
 
 
@@ -302,8 +316,9 @@ def _run_rank(launch: Launch, rank: int) -> int:
             report.flush()
             if row[0] == "error":
                 return 0
-    distributed.barrier()
-    distributed.destroy_process_group()
+    if not launch.killed:
+        distributed.barrier()
+        distributed.destroy_process_group()
     return 0
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -150,6 +151,7 @@ def test_all_ranks_together_read_little_more_than_there_is(read, source, target)
 def test_columns_of_whole_blocks_cost_what_each_rank_reads_of_them(read):
     per_rank, nbytes = read["fsdp2-4", "tp-columns"]
     total = sum(count for own in per_rank for _, _, count in own)
+    print(f"fsdp2-4 to tp-columns: {total / nbytes:.3f} of {nbytes} bytes")
     down = 3 * 4 * 1024 * 2048  # a weight and two moments, of which each block is read by both
     assert total <= BOUND * nbytes + down
 
@@ -192,6 +194,22 @@ def test_each_rank_reads_by_itself_if_reads_are_not_shared():
         counts.append(sum(n for _, _, n in data_reads(noted, path)))
     assert sum(everywhere(counts[0])) == 4 * 4096 + 12
     assert counts[1] == 4 * 4096 + 12
+
+
+@pytest.mark.ranks(2)
+def test_replicas_read_a_foreign_file_once():
+    path = shared("foreign.safetensors")
+    state = {"w": torch.arange(6e6).view(3000, 2000), "n": torch.ones(3)}
+    if distributed.get_rank() == 0:
+        save_file(state, path)
+    distributed.barrier()
+    mine = {name: torch.zeros_like(one) for name, one in state.items()}
+    with reads() as noted:
+        dsd.load(path, mine)
+    assert_same(mine, state)
+    counts = everywhere(sum(nbytes for _, _, nbytes in noted))
+    assert 24_000_012 <= sum(counts) < 24_010_000
+    assert max(counts) < 17 * (1 << 20)
 
 
 @pytest.mark.ranks(2)

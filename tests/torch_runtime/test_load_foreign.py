@@ -490,6 +490,20 @@ def test_an_item_of_dcp_that_is_another_is_found_before_anything_is_changed(tmp_
     assert not into["b"].any()
 
 
+@pytest.mark.parametrize("file", ["../x.safetensors", "/etc/passwd", "a/../../x", "C:\\x", "", "."])
+def test_an_index_that_leads_out_of_its_folder_is_refused_and_changes_nothing(file, tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    text = json.dumps({"weight_map": {"w": file}})
+    (folder / "model.safetensors.index.json").write_text(text)
+    into = torch.zeros(2)
+    with pytest.raises(ConvertError) as caught:
+        dsd.load(folder, {"w": into})
+    assert caught.value.code == "foreign_path"
+    assert not into.any()
+
+
 class Ours:
     """A class that no file may name."""
 

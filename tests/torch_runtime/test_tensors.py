@@ -1057,3 +1057,19 @@ def test_a_state_that_is_no_mapping_of_strings_is_refused(tmp_path, make, hint):
         dsd.save(tmp_path / "c", make())
     assert (hint is None) or hint in caught.value.hint
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_counter_of_tensors_comes_back_with_them(round_trip):
+    state = {
+        "a": Counter(x=torch.ones(2), y=torch.zeros(()), z=4),
+        "b": [Counter(x=[torch.ones(1)])],
+    }
+    found = round_trip(state)
+    assert_same(found, state)
+
+
+def test_a_counter_that_a_state_has_no_place_for_comes_back_as_it_was(tmp_path):
+    counts = Counter({"a": 3, ("b", 1): -2})
+    dsd.save(tmp_path / "c", {"counts": counts, "w": torch.ones(2)})
+    rest = dsd.load(tmp_path / "c", {"w": torch.zeros(2)})
+    assert_same(dict(rest), {"counts": counts})

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.case import Case
+from bench.cases.background import BACKGROUND, BACKGROUND_FIRST, BACKGROUND_SMALL
 from bench.cases.converting import CONVERT
 from bench.cases.loading import LOAD, LOAD_COLD, LOAD_SMALL
 from bench.cases.opening import OPEN_ONE
@@ -20,6 +21,9 @@ __all__ = ["CASES", "choose_cases", "find_case"]
 CASES = (
     SAVE,
     SAVE_SMALL,
+    BACKGROUND,
+    BACKGROUND_FIRST,
+    BACKGROUND_SMALL,
     LOAD,
     LOAD_COLD,
     LOAD_SMALL,

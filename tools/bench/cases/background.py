@@ -1,0 +1,171 @@
+"""How long does training stand still when it is saved in the background?"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from bench import files
+from bench.case import Case, Contender, Scene, Trial
+from bench.cases.saving import BuildState, large_model, small_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bench.states import State
+
+__all__ = ["BACKGROUND", "BACKGROUND_FIRST", "BACKGROUND_SMALL"]
+
+RATE_SECONDS = 0.5
+
+# Begins a save, and returns what waits for its end.
+Begin = Callable[["Path"], Callable[[], object]]
+
+
+def arrange(
+    begin_for: Callable[[State], Begin], build: BuildState, first: bool, scene: Scene
+) -> Trial:
+    """Begin a save, after one that is complete unless it is the first."""
+    state = build(scene.size)
+    begin = begin_for(state)
+    path = scene.folder / "checkpoint"
+    step = training()
+    alone = rate(step, RATE_SECONDS * scene.size)
+    waits: list[Callable[[], object]] = []
+    beside = 1.0
+
+    def call() -> None:
+        waits.append(begin(path))
+
+    def check() -> None:
+        nonlocal beside
+        (wait,) = waits
+        beside = rate(step, RATE_SECONDS * scene.size) / alone
+        wait()
+        if files.stored_nbytes(path) < state.nbytes():
+            raise ValueError("less was stored than the state has")
+
+    if not first:
+        begin(scene.folder / "before")()
+        files.flush(scene.folder / "before")
+    return Trial(call, state.nbytes(), check=check, columns=lambda: {"training": beside})
+
+
+def arrange_copy(build: BuildState, scene: Scene) -> Trial:
+    """Copy tensor by tensor into memory that is there and touched."""
+    import numpy as np
+
+    state = build(scene.size)
+    sources = [tensor.numpy().reshape(-1) for tensor in state.tensors()]
+    memory = np.ones(sum(source.size for source in sources), np.float32)
+
+    def copy() -> None:
+        at = 0
+        for source in sources:
+            np.copyto(memory[at : at + source.size], source)
+            at += source.size
+
+    return Trial(copy, state.nbytes())
+
+
+def training() -> Callable[[], None]:
+    """Return a step of a small training, which takes about a millisecond."""
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.ones(64, 256)
+
+    def step() -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def rate(step: Callable[[], None], seconds: float) -> float:
+    """Count the steps in a second."""
+    count, began = 0, time.perf_counter()
+    while count < 3 or time.perf_counter() - began < seconds:
+        step()
+        count += 1
+    return count / (time.perf_counter() - began)
+
+
+def begin_dsd(state: State, *, threads: int | None) -> Begin:
+    """Save in the background."""
+    import dsdformat.torch as dsd
+    from bench.formats.dsd import tree_of
+
+    return lambda path: dsd.save(path, tree_of(state), background=True, threads=threads).wait
+
+
+def begin_dcp(state: State, *, reuse: bool) -> Begin:
+    """Save with DCP in a thread; with a stager that keeps its memory if asked."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import staging
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    from bench.formats.dcp import tree_of
+
+    options: dict[str, Any] = {}
+    if reuse and "async_stager" in inspect.signature(dcp.async_save).parameters:
+        how = staging.StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+        options["async_stager"] = staging.DefaultStager(how)
+
+    def begin(path: Path) -> Callable[[], object]:
+        writer = FileSystemWriter(path, sync_files=False)
+        return dcp.async_save(tree_of(state), storage_writer=writer, **options).result
+
+    return begin
+
+
+def contenders(build: BuildState, *, first: bool = False) -> tuple[Contender, ...]:
+    """Let each save a state while training goes on."""
+    begins: dict[str, Callable[[State], Begin]] = {
+        "dsdformat": partial(begin_dsd, threads=None),
+        "dsdformat (1 thread)": partial(begin_dsd, threads=1),
+        "dcp": partial(begin_dcp, reuse=False),
+        "dcp (reused stager)": partial(begin_dcp, reuse=True),
+    }
+    return (
+        Contender("raw", partial(arrange_copy, build), needs=("torch", "numpy")),
+        *(
+            Contender(name, partial(arrange, begin, build, first), needs=("dsdformat.torch",))
+            for name, begin in begins.items()
+        ),
+    )
+
+
+NOTE = (
+    "Seconds until the call returns; what follows goes on beside training. `raw` copies the "
+    "tensors into memory that was touched before, in one thread. *training*: steps in a second of "
+    "a small training right after the call, over those without a save."
+)
+BACKGROUND = Case(
+    "background",
+    "begin to save a model of 200 float32 tensors in the background, for the second time",
+    contenders(large_model),
+    note=NOTE,
+)
+BACKGROUND_FIRST = Case(
+    "background-first",
+    "begin to save it in the background for the first time",
+    contenders(large_model, first=True),
+    note=NOTE,
+)
+BACKGROUND_SMALL = Case(
+    "background-small",
+    "begin to save a model of many tensors of 1 to 16 KiB in the background, for the second time",
+    contenders(small_model),
+    note=NOTE,
+)
