@@ -80,6 +80,7 @@ Select = Annotated[
 ]
 
 
+# long: the options and their documentation
 def convert(  # noqa: PLR0913, PLR0917  the options of a command are its parameters
     ctx: typer.Context,
     src: Source,

@@ -314,7 +314,7 @@ def test_a_checkpoint_of_ours_is_seen_as_it_is_by_those_who_only_open_it(tmp_pat
 
 
 def test_many_groups_that_fit_in_many_ways_are_judged_in_time(tmp_path):
-    count = 3000
+    count = 1000
     state = {
         "m": {f"w{number}": torch.ones(1) for number in range(count)},
         "o": {"state": {}, "param_groups": [{"params": [number]} for number in range(count)]},
