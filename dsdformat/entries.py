@@ -12,7 +12,7 @@ from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.manifest import Mesh
 from dsdformat.tensors import TensorTable
 
-__all__ = ["ChunkInfo", "TensorEntry", "TensorSlice"]
+__all__ = ["ChunkInfo", "TensorEntry", "TensorSlice", "box_of"]
 
 Index = int | slice | tuple[int | slice, ...]
 
@@ -109,7 +109,7 @@ class TensorEntry:
 
     def __getitem__(self, index: Index) -> TensorSlice:
         """Name a box by integers and slices of step 1. Reads nothing."""
-        return TensorSlice(self, _box_of(self.shape, index))
+        return TensorSlice(self, box_of(self.shape, index))
 
     def read(
         self, box: Box | None = None, *, into: Any = None, verify: bool | None = None
@@ -172,7 +172,12 @@ class TensorSlice:
         return self.entry.read(self.box, into=into, verify=verify)
 
 
-def _box_of(shape: tuple[int, ...], index: Index) -> Box:
+def box_of(shape: tuple[int, ...], index: Index) -> Box:
+    """Return the box that integers and slices of step 1 take from a tensor.
+
+    Raises:
+        ArgumentError: `box_out_of_bounds`, or `bad_argument` for other steps.
+    """
     steps = index if isinstance(index, tuple) else (index,)
     if len(steps) > len(shape):
         raise ArgumentError(f"{len(steps)} indices for {len(shape)} dims", code="box_out_of_bounds")

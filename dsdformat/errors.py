@@ -338,6 +338,7 @@ CODES: dict[str, type[DsdError]] = {
     "header_malformed": ConvertError, "index_malformed": ConvertError,
     "dcp_metadata": ConvertError, "dcp_chunks": ConvertError, "dcp_item": ConvertError,
     "flat_shards": ConvertError,
+    "inexact_cast": ConvertError,
     "rank_failed": DistributedError, "ranks_absent": DistributedError,
     "ranks_disagree": RankDisagreementError,
 }

@@ -16,7 +16,7 @@ from dsdformat.format.paths import emit_name
 from dsdformat.format.values import encoded_key
 from dsdformat.selection import Renames
 
-__all__ = ["Moved", "Path", "display", "renamed", "unescaped"]
+__all__ = ["Moved", "Path", "display", "entry_names", "renamed", "unescaped"]
 
 Path = tuple[Any, ...]
 
@@ -51,6 +51,13 @@ class Moved:
             return lambda name: name
         known = self._names.get(module, {}) if module else self._whole
         return lambda name: known[name] if name in known else self._asked(name, module)
+
+    def place(self, old: str) -> tuple[str, str] | None:
+        """Return where an entry is now: the name of its section, and its key; None if nowhere."""
+        if self._renames and old not in self._whole:
+            return None
+        section, _, part = self._whole.get(old, old).rpartition("/")
+        return section, unescaped(part)
 
     def _asked(self, name: str, module: Path | None) -> str | None:
         """Rename what the module's section does not have."""
@@ -100,6 +107,13 @@ def renamed(tree: dict[str, Any], renames: Renames) -> tuple[dict[str, Any], Mov
         moved.note(path, steps)
     renames.check_used(names)
     return result, moved
+
+
+def entry_names(tree: dict[str, Any]) -> Iterator[str]:
+    """List the names that `renamed` can change; an optimizer has one, that of its state."""
+    for path, _, value in _named_leaves(tree, (), ()):
+        name = display(path)
+        yield f"{name}/state" if _is_optimizer(value) else name
 
 
 def _wanted(path: Path, value: Any, renames: Renames) -> tuple[str | None, str]:

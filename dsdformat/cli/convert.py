@@ -80,7 +80,7 @@ Select = Annotated[
 ]
 
 
-# long: the options and their documentation
+# long: the options and their help
 def convert(  # noqa: PLR0913, PLR0917  the options of a command are its parameters
     ctx: typer.Context,
     src: Source,

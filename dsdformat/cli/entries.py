@@ -8,6 +8,7 @@ from typing import Any
 
 from dsdformat import Mesh, TensorEntry
 from dsdformat.cli.render import format_size
+from dsdformat.convert import AnyTensor
 from dsdformat.format.dtypes import DTYPES
 
 __all__ = [
@@ -27,24 +28,24 @@ __all__ = [
 Placements = tuple[Mesh, tuple[str, ...]]
 
 
-def numel_of(entry: TensorEntry) -> int:
+def numel_of(entry: TensorEntry | AnyTensor) -> int:
     """Return the number of elements."""
     return math.prod(entry.shape)
 
 
-def check_dtype(entry: TensorEntry) -> None:
+def check_dtype(entry: TensorEntry | AnyTensor) -> None:
     """Raise what is wrong with a tensor whose dtype is not in the table."""
-    if entry.dtype not in DTYPES:
+    if isinstance(entry, TensorEntry) and entry.dtype not in DTYPES:
         entry.chunks  # noqa: B018  checks the row
 
 
-def nbytes_of(entry: TensorEntry) -> int:
+def nbytes_of(entry: TensorEntry | AnyTensor) -> int:
     """Return the length of the packed bytes."""
     check_dtype(entry)
     return entry.nbytes
 
 
-def summary_text(entry: TensorEntry) -> str:
+def summary_text(entry: TensorEntry | AnyTensor) -> str:
     """Return dtype, shape and size in one line."""
     return f"{entry.dtype} {list(entry.shape)}, {format_size(nbytes_of(entry))}"
 

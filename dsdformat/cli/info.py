@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +12,8 @@ import typer
 import dsdformat
 from dsdformat import Checkpoint
 from dsdformat.cli.entries import mesh_json, mesh_text
-from dsdformat.cli.options import Ckpt, Json
+from dsdformat.cli.opening import is_ours, open_source
+from dsdformat.cli.options import Json, Source
 from dsdformat.cli.render import Column, Output, format_count, format_size
 from dsdformat.cli.sums import (
     Codecs,
@@ -21,10 +22,14 @@ from dsdformat.cli.sums import (
     TensorSums,
     ValueSums,
     add_chunks,
+    add_foreign_tensors,
     add_tensors,
+    add_tree_values,
     add_values,
 )
 from dsdformat.cli.values import short_text, type_name, value_json
+from dsdformat.convert import Foreign
+from dsdformat.format.paths import render_path
 
 __all__ = ["HELP", "info"]
 
@@ -55,6 +60,9 @@ Example:
                            each axis), tensors, elements, nbytes
   codecs                   codec, chunks, nbytes, stored_nbytes; null where
                            the chunk tables were not read
+and of another kind of file with checkpoint, kind, tensors, tied, elements,
+nbytes, sections, dtypes, user, values, and
+  findings                 what is not read: path, name, reason
 """
 
 ROWS_SHOWN = 30
@@ -66,7 +74,7 @@ _SIZE = Column("size", right=True)
 
 def info(
     ctx: typer.Context,
-    ckpt: Ckpt,
+    ckpt: Source,
     chunks: Annotated[
         bool, typer.Option("--chunks", help="Read the chunk tables, however large.")
     ] = False,
@@ -74,6 +82,10 @@ def info(
 ) -> None:
     """Print what a checkpoint holds."""
     out: Output = ctx.obj
+    if not is_ours(ckpt):
+        with open_source(ckpt) as source:
+            _print_other(out, str(ckpt), source, json=json)
+        return
     with dsdformat.open(ckpt) as checkpoint:
         tensors, values = add_tensors(checkpoint), add_values(checkpoint)
         few = checkpoint.chunk_count <= CHUNKS_READ_MAX
@@ -86,7 +98,30 @@ def info(
         _print_sections(out, tensors, values)
         _print_files(out, checkpoint)
         _print_placements(out, tensors)
-        _print_values(out, checkpoint, values)
+        _print_values(out, checkpoint.user, values)
+
+
+def _print_other(out: Output, ckpt: str, source: Foreign, *, json: bool) -> None:
+    """Print what a checkpoint of another kind holds."""
+    tensors, values = add_foreign_tensors(source), add_tree_values(source.tree)
+    if json:
+        out.document(_other_document(ckpt, source, tensors, values))
+        return
+    out.title(ckpt)
+    total = tensors.total
+    tied = f", and {format_count(tensors.tied, 'tied name')}" if tensors.tied else ""
+    out.pairs(
+        [
+            ("kind", source.kind.value),
+            ("tensors", f"{total.tensors:,}{tied}"),
+            ("elements", f"{total.elements:,}"),
+            ("size", format_size(total.nbytes)),
+        ]
+    )
+    _print_sections(out, tensors, values)
+    _print_values(out, source.metadata, values)
+    if source.findings:
+        out.note(f"not all of it is read: {'; '.join(map(str, source.findings[:5]))}")
 
 
 def _head(
@@ -155,12 +190,12 @@ def _print_placements(out: Output, tensors: TensorSums) -> None:
     _print_table(out, [mesh, placements, _TENSORS, _SIZE], rows, len(tensors.placements))
 
 
-def _print_values(out: Output, checkpoint: Checkpoint, values: ValueSums) -> None:
+def _print_values(out: Output, user: Mapping[str, str], values: ValueSums) -> None:
     rows = ((name, type_name(value), short_text(value)) for name, value in values.top.items())
     columns = [Column("value", flexible=True), Column("type"), Column("", flexible=True)]
     _print_table(out, columns, rows, len(values.top))
     columns = [Column("user metadata", flexible=True), Column("", flexible=True)]
-    _print_table(out, columns, checkpoint.user.items(), len(checkpoint.user))
+    _print_table(out, columns, user.items(), len(user))
 
 
 def _print_table(
@@ -198,6 +233,41 @@ def _document(
         "elements": tensors.total.elements,
         "nbytes": tensors.total.nbytes,
         "stored_nbytes": sum(checkpoint.data_files.values()),
+        **_sections_json(tensors, values),
+        "data_files": _files_json(checkpoint.data_files.items()),
+        "side_files": _files_json(checkpoint.side_files.items()),
+        "user": checkpoint.user,
+        "values": _values_json(values),
+        "placements": [
+            {"mesh": mesh_json(mesh), "placements": list(placements), **dataclasses.asdict(sums)}
+            for (mesh, placements), sums in tensors.placements.items()
+        ],
+        "codecs": None if codecs is None else _codecs_json(codecs),
+    }
+
+
+def _other_document(
+    ckpt: str, source: Foreign, tensors: TensorSums, values: ValueSums
+) -> dict[str, Any]:
+    return {
+        "checkpoint": ckpt,
+        "kind": source.kind.value,
+        "tensors": tensors.total.tensors,
+        "tied": tensors.tied,
+        "elements": tensors.total.elements,
+        "nbytes": tensors.total.nbytes,
+        **_sections_json(tensors, values),
+        "user": source.metadata,
+        "values": _values_json(values),
+        "findings": [
+            {"path": render_path(one.path), "name": one.name, "reason": one.reason}
+            for one in source.findings
+        ],
+    }
+
+
+def _sections_json(tensors: TensorSums, values: ValueSums) -> dict[str, Any]:
+    return {
         "sections": [
             {"name": name, **dataclasses.asdict(sums), "values": values.counts.get(name, 0)}
             for name, sums in tensors.sections.items()
@@ -205,19 +275,14 @@ def _document(
         "dtypes": [
             {"dtype": name, **dataclasses.asdict(sums)} for name, sums in tensors.dtypes.items()
         ],
-        "data_files": _files_json(checkpoint.data_files.items()),
-        "side_files": _files_json(checkpoint.side_files.items()),
-        "user": checkpoint.user,
-        "values": [
-            {"name": name, "type": type_name(value), "value": value_json(value)}
-            for name, value in values.top.items()
-        ],
-        "placements": [
-            {"mesh": mesh_json(mesh), "placements": list(placements), **dataclasses.asdict(sums)}
-            for (mesh, placements), sums in tensors.placements.items()
-        ],
-        "codecs": None if codecs is None else _codecs_json(codecs),
     }
+
+
+def _values_json(values: ValueSums) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "type": type_name(value), "value": value_json(value)}
+        for name, value in values.top.items()
+    ]
 
 
 def _files_json(files: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import fnmatch
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -21,9 +23,11 @@ from dsdformat.cli.entries import (
     summary_text,
 )
 from dsdformat.cli.escapes import fit, unescape
-from dsdformat.cli.options import Ckpt, Json
+from dsdformat.cli.opening import is_ours, open_source
+from dsdformat.cli.options import Json, Source
 from dsdformat.cli.render import NAME_WIDTH, Column, Output, format_size
 from dsdformat.cli.values import iter_values, name_of, short_text, type_name, value_json
+from dsdformat.convert import AnyTensor, Foreign
 from dsdformat.entries import ChunkInfo
 
 __all__ = ["HELP", "ls"]
@@ -42,9 +46,10 @@ Examples:
 
 \b
 --json prints an object with
-  checkpoint, root
-  tensors    name, dtype, shape, nbytes; with --long also aliases, codecs,
-             files, stored_nbytes, placements (mesh, placements; or null),
+  checkpoint, root (null for another kind of file)
+  tensors    name, dtype, shape, nbytes; with --long also aliases, and of
+             a folder of ours codecs, files, stored_nbytes,
+             placements (mesh, placements; or null),
              content_digest (null where data would have to be read),
              chunks (offset, shape, file, byte_offset, nbytes,
              stored_nbytes, codec)
@@ -62,8 +67,33 @@ _COLUMNS = (
 _VALUE_COLUMNS = (Column("name", flexible=True), Column("type"), Column("value", flexible=True))
 
 Match = Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherTensor:
+    """A tensor of another kind of file, with all paths that lead to it."""
+
+    tensor: AnyTensor
+    paths: list[tuple[Any, ...]]
+
+    @property
+    def dtype(self) -> str:
+        """The logical dtype."""
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return self.tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the packed bytes."""
+        return self.tensor.nbytes
+
+
 # A tensor under the name by which it was found.
-Found = tuple[str, TensorEntry]
+Found = tuple[str, TensorEntry | OtherTensor]
 
 
 class Sort(enum.StrEnum):
@@ -75,7 +105,7 @@ class Sort(enum.StrEnum):
 
 def ls(
     ctx: typer.Context,
-    ckpt: Ckpt,
+    ckpt: Source,
     glob: Annotated[
         str | None, typer.Argument(metavar="GLOB", help="What to list.", show_default="everything")
     ] = None,
@@ -89,11 +119,18 @@ def ls(
     """Print one line for each tensor, as it is met."""
     out: Output = ctx.obj
     match = _matcher(glob)
-    with dsdformat.open(ckpt) as checkpoint:
-        found = _sorted(_find(checkpoint, match), sort)
-        listed = _find_values(checkpoint, match) if values else iter(())
+    with contextlib.ExitStack() as stack:
+        if is_ours(ckpt):
+            checkpoint = stack.enter_context(dsdformat.open(ckpt))
+            met, root = _find(checkpoint, match), checkpoint.root
+            listed = _find_values(checkpoint.tree, match) if values else iter(())
+        else:
+            source = stack.enter_context(open_source(ckpt))
+            met, root = _find_in(source, match), None
+            listed = _find_values(lambda: source.tree, match) if values else iter(())
+        found = _sorted(met, sort)
         if json:
-            fields: dict[str, Any] = {"checkpoint": str(ckpt), "root": checkpoint.root}
+            fields: dict[str, Any] = {"checkpoint": str(ckpt), "root": root}
             fields["tensors"] = (_json(name, entry, long=long) for name, entry in found)
             if values:
                 fields["values"] = itertools.starmap(_value_json, listed)
@@ -132,8 +169,17 @@ def _find(checkpoint: Checkpoint, match: Match) -> Iterator[Found]:
             break
 
 
-def _find_values(checkpoint: Checkpoint, match: Match) -> Iterator[tuple[str, Any]]:
-    return (pair for pair in iter_values(checkpoint.tree()) if match(pair[0]))
+def _find_in(source: Foreign, match: Match) -> Iterator[Found]:
+    """Find tensors of another kind of file: each under the first of its names that matches."""
+    met: set[int] = set()
+    for name, tensor in source:
+        if tensor.identity not in met and match(name):
+            met.add(tensor.identity)
+            yield name, OtherTensor(tensor, source.paths(tensor))
+
+
+def _find_values(tree: Callable[[], Any], match: Match) -> Iterator[tuple[str, Any]]:
+    return (pair for pair in iter_values(tree()) if match(pair[0]))
 
 
 def _sorted(found: Iterator[Found], sort: Sort | None) -> Iterable[Found]:
@@ -141,10 +187,14 @@ def _sorted(found: Iterator[Found], sort: Sort | None) -> Iterable[Found]:
         return found
     if sort is Sort.name:
         return sorted(found, key=lambda pair: pair[0])
-    return sorted(found, key=lambda pair: -nbytes_of(pair[1]))
+    return sorted(found, key=lambda pair: -_nbytes(pair[1]))
 
 
-def _other_names(entry: TensorEntry, but: str | None = None) -> list[str]:
+def _nbytes(entry: TensorEntry | OtherTensor) -> int:
+    return entry.nbytes if isinstance(entry, OtherTensor) else nbytes_of(entry)
+
+
+def _other_names(entry: TensorEntry | OtherTensor, but: str | None = None) -> list[str]:
     """List the names of a tied tensor, but for one."""
     paths = entry.paths
     return [] if len(paths) == 1 else [name for name in map(name_of, paths) if name != but]
@@ -152,7 +202,7 @@ def _other_names(entry: TensorEntry, but: str | None = None) -> list[str]:
 
 def _print_short(out: Output, found: Iterable[Found]) -> int:
     rows = (
-        (name, entry.dtype, str(list(entry.shape)), format_size(nbytes_of(entry)))
+        (name, entry.dtype, str(list(entry.shape)), format_size(_nbytes(entry)))
         for name, entry in found
     )
     return out.table(_COLUMNS, rows)
@@ -168,7 +218,10 @@ def _print_long(out: Output, found: Iterable[Found]) -> int:
     return count
 
 
-def _long_pairs(name: str, entry: TensorEntry) -> list[tuple[str, str]]:
+def _long_pairs(name: str, entry: TensorEntry | OtherTensor) -> list[tuple[str, str]]:
+    tied = ", ".join(fit(other, NAME_WIDTH) for other in _other_names(entry, name))
+    if isinstance(entry, OtherTensor):
+        return [("tensor", summary_text(entry.tensor)), ("tied", tied)]
     chunks, placements = entry.chunks, entry.placements
     codecs = distinct(chunk.codec for chunk in chunks)
     return [
@@ -176,7 +229,7 @@ def _long_pairs(name: str, entry: TensorEntry) -> list[tuple[str, str]]:
         ("chunks", f"{len(chunks):,}, {', '.join(codecs)}{_stored_text(entry, chunks)}"),
         ("files", _files_text(distinct(chunk.file for chunk in chunks))),
         ("placed", "" if placements is None else placements_text(placements)),
-        ("tied", ", ".join(fit(other, NAME_WIDTH) for other in _other_names(entry, name))),
+        ("tied", tied),
         ("content", entry.known_content_digest() or ""),
     ]
 
@@ -204,18 +257,20 @@ def _print_values(out: Output, listed: Iterator[tuple[str, Any]], *, after: bool
     )
 
 
-def _json(name: str, entry: TensorEntry, *, long: bool) -> dict[str, Any]:
+def _json(name: str, entry: TensorEntry | OtherTensor, *, long: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "name": name,
         "dtype": entry.dtype,
         "shape": list(entry.shape),
-        "nbytes": nbytes_of(entry),
+        "nbytes": _nbytes(entry),
     }
     if not long:
         return fields
+    fields["aliases"] = _other_names(entry, name)
+    if isinstance(entry, OtherTensor):
+        return fields
     chunks = entry.chunks
     return fields | {
-        "aliases": _other_names(entry, name),
         "codecs": distinct(chunk.codec for chunk in chunks),
         "files": distinct(chunk.file for chunk in chunks),
         "stored_nbytes": sum(chunk.stored_nbytes for chunk in chunks),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsdformat import DsdError, FormatError, StorageError
+from dsdformat import ConvertError, DsdError, FormatError, StorageError
 
 if TYPE_CHECKING:
     import typer
@@ -28,7 +28,7 @@ __all__ = ["main", "make_app"]
 FINE, BAD, USAGE, IO, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 70, 130
 PROBLEMS_SHOWN = 10
 
-HELP = """Look at checkpoints, check them, and convert them.
+HELP = """Look at checkpoints, check, compare, change and convert them.
 
 \b
 Examples:
@@ -36,6 +36,7 @@ Examples:
   dsd ls step-1000 'model/layers.0.*'
   dsd show step-1000 'model/layers.0.weight[0:2,:4]'
   dsd verify step-1000
+  dsd diff step-1000 step-2000 --stats
   dsd convert step-1000 model --to huggingface --select model
 
 \b
@@ -83,11 +84,26 @@ def make_app() -> typer.Typer:
     """Return the command with its subcommands."""
     import typer
 
-    from dsdformat.cli import convert, info, ls, options, show, verify
+    from dsdformat.cli import (
+        cast,
+        convert,
+        cp,
+        diff,
+        digest,
+        extract,
+        info,
+        ls,
+        merge,
+        options,
+        rename,
+        show,
+        stats,
+        tree,
+        verify,
+    )
 
     app = typer.Typer(
         name="dsd",
-        add_completion=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -95,7 +111,16 @@ def make_app() -> typer.Typer:
     app.command("info", help=info.HELP)(info.info)
     app.command("ls", help=ls.HELP)(ls.ls)
     app.command("show", help=show.HELP)(show.show)
+    app.command("tree", help=tree.HELP)(tree.tree)
+    app.command("stats", help=stats.HELP)(stats.stats)
     app.command("verify", help=verify.HELP)(verify.verify)
+    app.command("digest", help=digest.HELP)(digest.digest)
+    app.command("diff", help=diff.HELP)(diff.diff)
+    app.command("cp", help=cp.HELP)(cp.cp)
+    app.command("extract", help=extract.HELP)(extract.extract)
+    app.command("merge", help=merge.HELP)(merge.merge)
+    app.command("rename", help=rename.HELP)(rename.rename)
+    app.command("cast", help=cast.HELP)(cast.cast)
     app.command("convert", help=convert.HELP)(convert.convert)
     return app
 
@@ -145,6 +170,8 @@ def _report(out: Output, fault: _Fault) -> int:
 def _describe(error: Exception) -> _Fault:
     if isinstance(error, FormatError):
         return _Fault(BAD, error.code, _problem_lines(error), error.hint)
+    if isinstance(error, ConvertError):
+        return _Fault(BAD, error.code, (error.message,), error.hint)
     if isinstance(error, DsdError):
         exit_code = IO if isinstance(error, StorageError) else USAGE
         return _Fault(exit_code, error.code, (error.message,), error.hint)

@@ -8,11 +8,26 @@ from typing import Annotated
 import typer
 
 from dsdformat import FORMAT_VERSION, __version__
+from dsdformat.cli.opening import Unknown
 
-__all__ = ["Ckpt", "Json", "dsd"]
+__all__ = ["Ckpt", "Destination", "DryRun", "Json", "Overwrite", "Source", "UnknownOption", "dsd"]
 
 Ckpt = Annotated[
     Path, typer.Argument(metavar="CKPT", help="The checkpoint's folder.", show_default=False)
+]
+Source = Annotated[
+    Path,
+    typer.Argument(metavar="CKPT", help="A checkpoint of any kind.", show_default=False),
+]
+Destination = Annotated[
+    Path, typer.Argument(metavar="DST", help="The folder to make.", show_default=False)
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace DST, once the new one is complete.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and end.")]
+UnknownOption = Annotated[
+    Unknown, typer.Option(help="What to do with objects of classes that are not known.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 

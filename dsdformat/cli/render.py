@@ -82,6 +82,16 @@ class Output:
         self._in_array = False
 
     @property
+    def drawable(self) -> bool:
+        """Whether stdout can show lines and blocks, which not every encoding has."""
+        encoding = getattr(self._stdout, "encoding", None) or "utf-8"
+        try:
+            "█├".encode(encoding)
+        except (LookupError, UnicodeEncodeError):
+            return False
+        return True
+
+    @property
     def progress_console(self) -> Console | None:
         """Where progress can be shown: stderr, if it is a terminal that moves its cursor."""
         console = self._error_console

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import itertools
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import dsdformat
 from dsdformat import ArgumentError, Box, Checkpoint, EntryNotFoundError, TensorEntry
-from dsdformat.cli.arrays import (
-    SHOWN_MAX,
-    Stats,
-    find_edge,
-    find_stats,
-    has_numpy,
-    read_box,
-    read_edges,
-)
+from dsdformat.cli.arrays import SHOWN_MAX, find_edge, has_numpy, read_box, read_edges
 from dsdformat.cli.entries import check_dtype, distinct, nbytes_of, summary_text
 from dsdformat.cli.escapes import unescape
 from dsdformat.cli.grids import element_json, element_text, grid_lines, nested
-from dsdformat.cli.options import Ckpt, Json
+from dsdformat.cli.opening import is_ours, open_source
+from dsdformat.cli.options import Json, Source
 from dsdformat.cli.render import Column, Output, format_count
 from dsdformat.cli.values import (
     is_branch,
+    is_tensor,
     iter_children,
     name_of,
     short_text,
     type_name,
     value_json,
 )
+from dsdformat.convert import AnyTensor, Foreign, Summary, find_summary
+from dsdformat.entries import box_of
 from dsdformat.errors import shorten
 
 __all__ = ["HELP", "show"]
@@ -102,14 +100,14 @@ class _Tensor:
         shape: Of the box, without the dims that an integer took away.
     """
 
-    entry: TensorEntry
+    entry: TensorEntry | AnyTensor
     box: Box
     shape: tuple[int, ...]
 
 
 def show(
     ctx: typer.Context,
-    ckpt: Ckpt,
+    ckpt: Source,
     name: Annotated[
         str,
         typer.Argument(metavar="NAME", help="A name, or NAME[slices].", show_default=False),
@@ -118,7 +116,7 @@ def show(
 ) -> None:
     """Print one entry of a checkpoint."""
     out: Output = ctx.obj
-    with dsdformat.open(ckpt) as checkpoint:
+    with _open(ckpt) as checkpoint:
         found = _find_tensor(checkpoint, name) or _find_value(checkpoint, name)
         if json:
             out.document({"checkpoint": str(ckpt), "name": name} | _json(found, name))
@@ -130,7 +128,46 @@ def show(
             out.line(short_text(found, sys.maxsize))
 
 
-def _find_tensor(checkpoint: Checkpoint, name: str) -> _Tensor | None:
+class _OtherKind(contextlib.AbstractContextManager["_OtherKind"]):
+    """A checkpoint of another kind, with what this command uses of one of ours."""
+
+    def __init__(self, source: Foreign) -> None:
+        self._source = source
+        self._tensors = dict(source)
+
+    def __exit__(self, *_: object) -> None:
+        self._source.close()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def tensor(self, name: str) -> AnyTensor:
+        return self._tensors[name]
+
+    def value(self, name: str) -> Any:
+        node: Any = self._source.tree
+        for part in name.split("/") if name else ():
+            children = (child for step, child in iter_children(node) if name_of((step,)) == part)
+            node = next(children, _ABSENT)
+            if node is _ABSENT:
+                close = difflib.get_close_matches(name, list(self._tensors)[:3000], n=3)
+                raise EntryNotFoundError(
+                    f"no entry {shorten(name)} in {self._source.name}",
+                    name=name,
+                    close_matches=close,
+                )
+        return node
+
+
+_ABSENT: Any = object()
+_Opened = Checkpoint | _OtherKind
+
+
+def _open(ckpt: Path) -> _Opened:
+    return dsdformat.open(ckpt) if is_ours(ckpt) else _OtherKind(open_source(ckpt))
+
+
+def _find_tensor(checkpoint: _Opened, name: str) -> _Tensor | None:
     """Find a tensor by its name, as it is or as it was printed, with or without slices."""
     for text in distinct([name, unescape(name)]):
         if text in checkpoint:
@@ -141,7 +178,7 @@ def _find_tensor(checkpoint: Checkpoint, name: str) -> _Tensor | None:
     return None
 
 
-def _find_value(checkpoint: Checkpoint, name: str) -> Any:
+def _find_value(checkpoint: _Opened, name: str) -> Any:
     """Find what is no tensor."""
     names = distinct([name, unescape(name)])
     for text in names:
@@ -157,9 +194,9 @@ def _find_value(checkpoint: Checkpoint, name: str) -> Any:
     raise ArgumentError(message, code="bad_argument")
 
 
-def _cut(entry: TensorEntry, steps: tuple[Step, ...]) -> _Tensor:
+def _cut(entry: TensorEntry | AnyTensor, steps: tuple[Step, ...]) -> _Tensor:
     check_dtype(entry)
-    box = entry[steps].box
+    box = box_of(entry.shape, steps)
     kept = [size for size, step in itertools.zip_longest(box.shape, steps) if type(step) is not int]
     return _Tensor(entry, box, tuple(kept))
 
@@ -187,14 +224,14 @@ def _parse_step(text: str) -> Step:
 def _print_tensor(out: Output, name: str, found: _Tensor) -> None:
     entry, box = found.entry, found.box
     shape = str(list(found.shape))
-    stats = find_stats(entry, box)
+    stats = find_summary(entry, box) if has_numpy() else None
     edge = find_edge(box.shape, WHOLE_MAX if box.shape == entry.shape else SHOWN_MAX)
     out.title(name)
     out.pairs(
         [
             ("dtype", entry.dtype),
             ("shape", shape if box.shape == entry.shape else f"{shape} of {list(entry.shape)}"),
-            *_stats_pairs(stats or Stats()),
+            *_stats_pairs(stats or Summary()),
         ]
     )
     out.line()
@@ -208,7 +245,7 @@ def _print_tensor(out: Output, name: str, found: _Tensor) -> None:
         out.note("these are bytes; for numbers, pip install 'dsdformat[numpy]'")
 
 
-def _stats_pairs(stats: Stats) -> list[tuple[str, str]]:
+def _stats_pairs(stats: Summary) -> list[tuple[str, str]]:
     left_out = [
         f"{n:,} {what}" for n, what in ((stats.nan, "NaN"), (stats.infinite, "infinite")) if n
     ]
@@ -225,7 +262,7 @@ def _children(node: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _child_cells(name: str, child: Any) -> tuple[str, str, str]:
-    if isinstance(child, TensorEntry):
+    if is_tensor(child):
         return name, "tensor", summary_text(child)
     if is_branch(child):
         return name, type_name(child), format_count(len(child), "entry", "entries")
@@ -241,7 +278,7 @@ def _json(found: Any, name: str) -> dict[str, Any]:
     return {"kind": "value", "type": type_name(found), "value": value_json(found)}
 
 
-def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
+def _tensor_json(entry: TensorEntry | AnyTensor) -> dict[str, Any]:
     return {
         "kind": "tensor",
         "dtype": entry.dtype,
@@ -258,11 +295,11 @@ def _box_json(found: _Tensor) -> dict[str, Any]:
     return {
         "box": {"offset": list(found.box.offset), "shape": list(found.box.shape)},
         "elements": elements,
-        "stats": _stats_json(find_stats(found.entry, found.box)),
+        "stats": _stats_json(find_summary(found.entry, found.box) if has_numpy() else None),
     }
 
 
-def _stats_json(stats: Stats | None) -> dict[str, Any] | None:
+def _stats_json(stats: Summary | None) -> dict[str, Any] | None:
     if stats is None:
         return None
     return {
@@ -275,7 +312,7 @@ def _stats_json(stats: Stats | None) -> dict[str, Any] | None:
 
 
 def _child_json(name: str, child: Any) -> dict[str, Any]:
-    if isinstance(child, TensorEntry):
+    if is_tensor(child):
         return {"name": name} | _tensor_json(child)
     if is_branch(child):
         return {"name": name, "kind": "container", "type": type_name(child), "length": len(child)}

@@ -7,7 +7,9 @@ from typing import Any
 
 from dsdformat import Checkpoint, TensorEntry
 from dsdformat.cli.entries import Placements, nbytes_of, numel_of
-from dsdformat.cli.values import holds_tensors, iter_values, name_of
+from dsdformat.cli.values import holds_tensors, is_tensor, iter_values, name_of
+from dsdformat.convert import AnyTensor, Foreign
+from dsdformat.convert.foreign import rooted, walk_tree
 
 __all__ = [
     "Codecs",
@@ -16,7 +18,9 @@ __all__ = [
     "TensorSums",
     "ValueSums",
     "add_chunks",
+    "add_foreign_tensors",
     "add_tensors",
+    "add_tree_values",
     "add_values",
 ]
 
@@ -98,14 +102,38 @@ def add_tensors(checkpoint: Checkpoint) -> TensorSums:
     return found
 
 
+def add_foreign_tensors(source: Foreign) -> TensorSums:
+    """Add up the tensors of another kind of file."""
+    found = TensorSums()
+    met: set[int] = set()
+    for path, leaf in walk_tree(rooted(source.tree)):
+        if not isinstance(leaf, AnyTensor):
+            continue
+        if leaf.identity in met:
+            found.tied += 1
+            continue
+        met.add(leaf.identity)
+        section = name_of(path[:1]) if len(path) > 1 else None
+        elements = numel_of(leaf)
+        found.total.add(elements, leaf.nbytes)
+        found.sections.setdefault(section, Sum()).add(elements, leaf.nbytes)
+        found.dtypes.setdefault(leaf.dtype, Sum()).add(elements, leaf.nbytes)
+    return found
+
+
 def add_values(checkpoint: Checkpoint) -> ValueSums:
     """Gather and count the values."""
+    return add_tree_values(checkpoint.tree())
+
+
+def add_tree_values(tree: Any) -> ValueSums:
+    """Gather and count the values of a tree."""
     found = ValueSums()
-    for key, node in checkpoint.tree().items():
+    for key, node in rooted(tree).items():
         name = name_of((key,))
         if not holds_tensors(node):
             found.top[name] = node
-        elif not isinstance(node, TensorEntry):
+        elif not is_tensor(node):
             found.counts[name] = sum(1 for _ in iter_values(node))
     return found
 

@@ -32,6 +32,7 @@ from datetime import date, datetime, timedelta
 from typing import Any
 
 from dsdformat import Named, Scalar, Size, TensorEntry
+from dsdformat.convert import ForeignTensor, StoredTensor
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import PATH_CLASSES, encoded_key
 from dsdformat.limits import INT_MAX, INT_MIN
@@ -40,6 +41,7 @@ __all__ = [
     "float_json",
     "holds_tensors",
     "is_branch",
+    "is_tensor",
     "iter_children",
     "iter_values",
     "name_of",
@@ -48,6 +50,7 @@ __all__ = [
     "value_json",
 ]
 
+_TENSORS = (TensorEntry, StoredTensor, ForeignTensor)
 _DIGITS_BITS = 4096  # bits of the longest integer that is shown in decimal
 _SCALARS = {"bool": "?", "float16": "e", "float32": "f", "float64": "d"} | {
     f"{kind}{8 * struct.calcsize(f'<{code}')}": code.upper() if kind == "uint" else code
@@ -69,9 +72,14 @@ def iter_children(node: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(node)
 
 
+def is_tensor(node: Any) -> bool:
+    """Whether a leaf is a tensor, of a checkpoint of ours or of another kind."""
+    return isinstance(node, _TENSORS)
+
+
 def holds_tensors(node: Any) -> bool:
     """Whether a tensor lies somewhere in a value."""
-    return isinstance(node, TensorEntry) or any(holds_tensors(at) for _, at in iter_children(node))
+    return is_tensor(node) or any(holds_tensors(at) for _, at in iter_children(node))
 
 
 def is_branch(node: Any) -> bool:
@@ -81,7 +89,7 @@ def is_branch(node: Any) -> bool:
     """
     if isinstance(node, Mapping):
         return len(node) > 0
-    return any(isinstance(at, TensorEntry) or is_branch(at) for _, at in iter_children(node))
+    return any(is_tensor(at) or is_branch(at) for _, at in iter_children(node))
 
 
 def iter_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -90,7 +98,7 @@ def iter_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         name = prefix + name_of((step,))
         if is_branch(value):
             yield from iter_values(value, name + "/")
-        elif not isinstance(value, TensorEntry):
+        elif not is_tensor(value):
             yield name, value
 
 
@@ -202,7 +210,8 @@ _TYPES: dict[type, str] = {
     bytes: "bytes", dict: "dict", OrderedDict: "odict", Counter: "counter",
     defaultdict: "defaultdict", list: "list", tuple: "tuple", set: "set", frozenset: "frozenset",
     deque: "deque", Size: "size", Scalar: "scalar", Named: "name", datetime: "datetime",
-    date: "date", timedelta: "timedelta", TensorEntry: "tensor",
+    date: "date", timedelta: "timedelta", TensorEntry: "tensor", StoredTensor: "tensor",
+    ForeignTensor: "tensor",
 }
 _BRACKETS: dict[type, tuple[str, str]] = {
     dict: ("{", "}"), OrderedDict: ("odict{", "}"), Counter: ("counter{", "}"),

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import dsdformat
-from dsdformat import Problem, Report
+from dsdformat import ArgumentError, Problem, Report
 from dsdformat.cli.escapes import fit
-from dsdformat.cli.options import Ckpt, Json
+from dsdformat.cli.opening import is_ours, open_source
+from dsdformat.cli.options import Json, Source
 from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import NAME_WIDTH, Output, format_count, format_size
+from dsdformat.convert import Kind, find_kind
+from dsdformat.convert.content import tensors_of
 
 __all__ = ["HELP", "verify"]
 
 HELP = """Check every byte of a checkpoint, and report all that is wrong.
 
 Exits with 1 if something is. Without --digest, a person who rewrote the data and its digests
-goes unnoticed.
+goes unnoticed. Of another kind of file, the checksums that it has are compared. Where it has
+none, that is told, and the exit code is 1 too.
 
 \b
 Example:
@@ -36,6 +41,9 @@ Example:
                            byte_end, entry, chunk, block, expected, actual,
                            hint; null where there is no such thing
   unlisted                 files that do not belong to the checkpoint
+and of another kind of file with checkpoint, ok, kind, tensors, nbytes,
+seconds, and
+  compared                 bytes that have checksums; if none, ok is null
 """
 
 PROBLEMS_SHOWN = 20
@@ -44,7 +52,7 @@ UNLISTED_SHOWN = 5
 
 def verify(
     ctx: typer.Context,
-    ckpt: Ckpt,
+    ckpt: Source,
     digest: Annotated[
         str | None, typer.Option(metavar="HEX", help="The root digest that it must have.")
     ] = None,
@@ -56,9 +64,14 @@ def verify(
     """Verify a checkpoint, print the report, and return 1 if something is wrong."""
     out: Output = ctx.obj
     began = time.perf_counter()
+    lost = not is_ours(ckpt) and find_kind(ckpt) is Kind.SAFETENSORS_FOLDER
+    if not is_ours(ckpt) and not lost:
+        return _verify_other(out, ckpt, digest, json=json)
     report = _run(out, str(ckpt), digest, threads)
     seconds = time.perf_counter() - began
     out.exit_code = 0 if report.ok else 1
+    if lost:
+        out.note(f"{ckpt} can be read as {Kind.SAFETENSORS_FOLDER.value}, which has no checksums")
     if json:
         out.document(_document(str(ckpt), report, seconds))
         return out.exit_code
@@ -70,6 +83,46 @@ def verify(
         if not report.ok:
             out.line()
         out.line(f"note: {_unlisted_text(report.unlisted)}")
+    return out.exit_code
+
+
+def _verify_other(out: Output, ckpt: Path, digest: str | None, *, json: bool) -> int:
+    """Compare what there are of checksums in another kind of file; errors say what is wrong."""
+    if digest is not None:
+        raise ArgumentError(
+            f"{ckpt} is no folder of ours, and has no root digest", code="bad_argument"
+        )
+    with open_source(ckpt) as source:
+        began = time.perf_counter()
+        compared = source.verify()
+        seconds = time.perf_counter() - began
+        tensors = tensors_of(source.tree)
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    out.exit_code = 0 if compared else 1
+    if json:
+        out.document(
+            {
+                "checkpoint": str(ckpt),
+                "ok": True if compared else None,
+                "kind": source.kind.value,
+                "compared": compared,
+                "tensors": len(tensors),
+                "nbytes": nbytes,
+                "seconds": round(seconds, 3),
+            }
+        )
+        return out.exit_code
+    out.line(f"{ckpt}: {'ok' if compared else 'not verified'}", "bold")
+    size = f"{format_size(compared)} in {seconds:.1f} s" if compared else ""
+    none = "" if compared else "none in this file, so that damage goes unnoticed"
+    out.pairs(
+        [
+            ("kind", source.kind.value),
+            ("tensors", f"{len(tensors):,}"),
+            ("compared", size),
+            ("checksums", none),
+        ]
+    )
     return out.exit_code
 
 

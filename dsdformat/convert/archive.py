@@ -105,8 +105,11 @@ class Archive:
             )
         return Window(self.source, entry.byte_offset, entry.nbytes, printable(entry.name))
 
-    def check_crc(self, entry: Entry) -> None:
+    def check_crc(self, entry: Entry) -> int:
         """Compare the data of a stored entry with its CRC-32, if it has one (torch can do without).
+
+        Returns:
+            How many bytes were compared.
 
         Raises:
             ConvertError: `foreign_checksum`.
@@ -115,7 +118,7 @@ class Archive:
         """
         data, crc = self.data(entry), 0
         if not entry.crc:
-            return
+            return 0
         buffer = memoryview(bytearray(min(4 * MIB, data.nbytes)))
         for at in range(0, data.nbytes, 4 * MIB):
             piece = buffer[: min(4 * MIB, data.nbytes - at)]
@@ -128,6 +131,7 @@ class Archive:
                 f"{printable(entry.name)} has CRC-32 {crc:08x}, expected {entry.crc:08x}",
                 hint="the data are damaged",
             )
+        return data.nbytes
 
 
 def read_archive(source: Bytes) -> Archive:

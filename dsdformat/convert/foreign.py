@@ -12,10 +12,11 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
-from dsdformat.boxes import Box
+from dsdformat.boxes import Box, flat_boxes
 from dsdformat.convert.files import Bytes
 from dsdformat.convert.settling import Finding, Settled
 from dsdformat.errors import EntryNotFoundError, shorten
+from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import encoded_key
 from dsdformat.reader import Checkpoint
@@ -28,6 +29,7 @@ __all__ = [
     "children",
     "is_mapping",
     "mapped_tree",
+    "read_range",
     "rebuilt",
     "rooted",
     "state_of",
@@ -65,8 +67,15 @@ class Kind(Enum):
     FLAT_SHARDS = "files of fairscale's FSDP, one for each rank"
 
 
+class _QuickCheck(type(Protocol)):  # type: ignore[misc]  # the metaclass of protocols
+    """Tells instances by one attribute of their class; a protocol would evaluate all of them."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return hasattr(type(instance), "identity")
+
+
 @runtime_checkable
-class AnyTensor(Protocol):
+class AnyTensor(Protocol, metaclass=_QuickCheck):
     """A tensor of a checkpoint of any kind: a `ForeignTensor`, or a `StoredTensor` of ours."""
 
     @property
@@ -127,7 +136,7 @@ class Foreign:
         settled: Settled,
         *,
         metadata: dict[str, str] | None = None,
-        verify: Callable[[], None] | None = None,
+        verify: Callable[[], int] | None = None,
         close: Callable[[], None] | None = None,
         checkpoint: Checkpoint | None = None,
         sides: Callable[[], dict[str, Bytes]] | None = None,
@@ -198,21 +207,18 @@ class Foreign:
         """
         return state_of(self.tree)
 
-    @property
-    def has_checksums(self) -> bool:
-        """Whether the file has checksums that `verify` compares."""
-        return self._verify is not None
-
-    def verify(self) -> None:
+    def verify(self) -> int:
         """Compare all data with the checksums that the file has of them, if it has any.
+
+        Returns:
+            How many bytes were compared; 0 if there are no checksums.
 
         Raises:
             ConvertError: `foreign_checksum`.
 
         Memory: 4 MiB.
         """
-        if self._verify is not None:
-            self._verify()
+        return 0 if self._verify is None else self._verify()
 
     def side_files(self) -> dict[str, Bytes]:
         """Return the files that belong to a model beside its data, as `config.json`, by name.
@@ -226,6 +232,30 @@ class Foreign:
         """Close the files. Values stay valid; tensors cannot be read any more."""
         if self._close is not None:
             self._close()
+
+
+def read_range(tensor: AnyTensor, start: int, stop: int, into: memoryview) -> memoryview:
+    """Read elements that follow each other in row-major order; return what they fill.
+
+    Args:
+        tensor: Of a checkpoint of any kind.
+        start, stop: The first element, and behind the last, counted in row-major order.
+        into: Long enough.
+
+    Raises:
+        What `tensor.read` raises.
+    """
+    boxes = flat_boxes(tensor.shape, start, stop)
+    together = getattr(tensor, "read_boxes", None)
+    if together is not None and len(boxes) > 1:  # one of ours, which then reads a block once
+        filled: memoryview = together(boxes, into)
+        return filled
+    itemsize, at = DTYPES[tensor.dtype].itemsize, 0
+    for box in boxes:
+        end = at + box.numel * itemsize
+        tensor.read(box, into=into[at:end])
+        at = end
+    return into[:at]
 
 
 def walk_tree(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -20,7 +20,7 @@ from dsdformat.convert.faults import fault
 from dsdformat.convert.files import Bytes, Folder, read_bytes
 from dsdformat.convert.flat_shards import find_flat, join_files
 from dsdformat.convert.foreign import Foreign, Kind
-from dsdformat.convert.npz import NPY_SUFFIX, read_npz
+from dsdformat.convert.npz import NPY_SUFFIX, read_npz, verify_npz
 from dsdformat.convert.own import open_own
 from dsdformat.convert.safetensors import (
     INDEX_SUFFIX,
@@ -201,14 +201,14 @@ def _is_safetensors(source: Bytes, head: bytes) -> bool:
 def _open_file(kind: Kind, folder: Folder, name: str, policy: Policy) -> Foreign:
     source, close = folder.file(name), folder.close
     metadata: dict[str, str] = {}
-    verify: Callable[[], None] | None = None
+    verify: Callable[[], int] | None = None
     if kind is Kind.TORCH_ZIP:
         archive = read_torch_archive(source)
         tree, verify = archive.tree, archive.verify
     elif kind is Kind.TORCH_STREAM:
         tree = read_torch_stream(source)
     elif kind is Kind.NPZ:
-        tree = read_npz(source)
+        tree, verify = read_npz(source), partial(verify_npz, source)
     else:
         tree, found = read_safetensors(source)
         tree, metadata = tied(tree, [found])
@@ -269,7 +269,7 @@ def _has_shards(path: str, file: str) -> bool:
 
 def _open_folder(kind: Kind, folder: Folder, policy: Policy) -> Foreign:
     metadata: dict[str, str] = {}
-    verify: Callable[[], None] | None = None
+    verify: Callable[[], int] | None = None
     tree: Any
     if kind is Kind.DCP:
         dcp = DcpFolder(folder)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from dsdformat import folders
-from dsdformat.boxes import Box, flat_boxes, whole
+from dsdformat.boxes import Box, flat_boxes
 from dsdformat.convert.foreign import Foreign, Kind
+from dsdformat.convert.packed import packed_blocks
 from dsdformat.convert.settling import Settled
 from dsdformat.convert.sides import own_sides
 from dsdformat.entries import TensorEntry
@@ -18,8 +19,10 @@ from dsdformat.format.decoding import Hooks
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.values import TensorRef
 from dsdformat.limits import MIB
+from dsdformat.plan.load_plan import Wanted
 from dsdformat.reader import Checkpoint
 from dsdformat.sources import Data, Reference, TensorSource
+from dsdformat.tensors import TensorTable
 
 __all__ = ["StoredTensor", "open_own"]
 
@@ -32,10 +35,12 @@ class StoredTensor:
 
     Attributes:
         entry: The tensor.
+        table: The tensors of its checkpoint.
         attributes: Hints that are stored with this reference: `dim_order`, `flavour`.
     """
 
     entry: TensorEntry
+    table: TensorTable
     attributes: Mapping[str, Any]
 
     def __repr__(self) -> str:
@@ -80,7 +85,7 @@ class StoredTensor:
 
     def source(self) -> TensorSource:
         """Return what a `Writer` stores of it: one chunk, whatever ranks have written."""
-        data: Data = partial(self._blocks, whole(self.shape)) if self.nbytes else b""
+        data: Data = partial(packed_blocks, self) if self.nbytes else b""
         return TensorSource.of(self.dtype, self.shape, data)
 
     def as_stored(self) -> TensorSource:
@@ -97,17 +102,30 @@ class StoredTensor:
         """Return a reference to a source of it, with the hints."""
         return Reference(source, dict(self.attributes))
 
+    def read_boxes(self, boxes: Sequence[Box], buffer: memoryview) -> memoryview:
+        """Read boxes one behind the other, each block once; return what they fill."""
+        views, at = [], 0
+        for box in boxes:
+            end = at + box.numel * self.itemsize
+            views.append(buffer[at:end])
+            at = end
+        table = self.table
+        (plan,) = table.plan([[Wanted(self.entry.index, box) for box in boxes]], None)
+        table.run(plan, views)
+        return buffer[:at]
+
     def _blocks(self, box: Box) -> Iterator[memoryview]:
         step, count = max(1, _SLAB_NBYTES // self.itemsize), box.numel
         buffer = memoryview(bytearray(min(step, count) * self.itemsize))
         for start in range(0, count, step):
-            at = 0
-            for piece in flat_boxes(box.shape, start, min(start + step, count)):
-                end = at + piece.numel * self.itemsize
-                place = tuple(a + b for a, b in zip(piece.offset, box.offset, strict=True))
-                self.entry.read(Box(place, piece.shape), into=buffer[at:end])
-                at = end
-            yield buffer[:at]
+            pieces = flat_boxes(box.shape, start, min(start + step, count))
+            yield self.read_boxes([_moved(piece, box) for piece in pieces], buffer)
+
+
+def _moved(piece: Box, box: Box) -> Box:
+    """Return a box of a box as one of the whole."""
+    offset = tuple(a + b for a, b in zip(piece.offset, box.offset, strict=True))
+    return Box(offset, piece.shape)
 
 
 def open_own(path: PathLike, *, verify_data: bool = True, threads: int | None = None) -> Foreign:
@@ -131,7 +149,7 @@ def open_own(path: PathLike, *, verify_data: bool = True, threads: int | None = 
             checkpoint.table.storage.name,
             Settled(_tree_of(checkpoint)),
             metadata=dict(checkpoint.user),
-            verify=lambda: folders.verify(path, threads=threads).raise_if_bad(),
+            verify=lambda: _verify(path, threads),
             close=checkpoint.close,
             checkpoint=checkpoint,
             sides=lambda: own_sides(checkpoint),
@@ -141,11 +159,17 @@ def open_own(path: PathLike, *, verify_data: bool = True, threads: int | None = 
         raise
 
 
+def _verify(path: PathLike, threads: int | None) -> int:
+    report = folders.verify(path, threads=threads)
+    report.raise_if_bad()
+    return report.nbytes
+
+
 def _tree_of(checkpoint: Checkpoint) -> Any:
     entries: dict[int, TensorEntry] = {}
 
     def tensor(ref: TensorRef) -> StoredTensor:
         entry = entries.setdefault(ref.index, TensorEntry(checkpoint.table, ref.index))
-        return StoredTensor(entry, dict(ref.attributes))
+        return StoredTensor(entry, checkpoint.table, dict(ref.attributes))
 
     return checkpoint.tree(replace(Hooks(), tensor=tensor))

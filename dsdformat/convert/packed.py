@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dsdformat.boxes import Box, flat_boxes, whole
 from dsdformat.convert.copying import PIECE_NBYTES, cut
 from dsdformat.convert.files import MemoryBytes
-from dsdformat.convert.foreign import AnyTensor
+from dsdformat.convert.foreign import AnyTensor, read_range
 from dsdformat.convert.strided import Dim, copy_strided
 from dsdformat.convert.tensor import packed_strides
 from dsdformat.format.dtypes import DTYPES
@@ -54,14 +54,13 @@ def _blocks(tensor: AnyTensor, order: Sequence[int] | None, count: int) -> Itera
         if len(buffer) < (stop - start) * itemsize:
             buffer = memoryview(bytearray((stop - start) * itemsize))
             buffers[number % count] = buffer
+        if plain:
+            yield read_range(tensor, start, stop, buffer)
+            continue
         at = 0
         for piece in flat_boxes(shape, start, stop):
-            end = at + piece.numel * itemsize
-            part = _moved(piece, order)
-            if plain:
-                tensor.read(part, into=buffer[at:end])
-            else:
-                _transpose(tensor.read(part), part.shape, order, itemsize, buffer[at:end])
+            end, part = at + piece.numel * itemsize, _moved(piece, order)
+            _transpose(tensor.read(part), part.shape, order, itemsize, buffer[at:end])
             at = end
         yield buffer[:at]
 

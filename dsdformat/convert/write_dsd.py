@@ -16,7 +16,7 @@ from dsdformat.limits import MIB
 from dsdformat.sources import TensorSource
 from dsdformat.writer import Codec
 
-__all__ = ["write_dsd"]
+__all__ = ["counted", "write_dsd"]
 
 _SIDE_NBYTES_MAX = 64 * MIB
 
@@ -39,7 +39,7 @@ def write_dsd(job: Job, *, codec: Codec = "raw") -> Written:
         user=job.opened.metadata,
         threads=job.threads,
     ) as writer:
-        writer.add(state_of(job.opened.tree, lambda one: _counted(one.source(), job.meter)))
+        writer.add(state_of(job.opened.tree, lambda one: counted(one.source(), job.meter)))
         for name, data in sides.items():
             writer.add_file(name, data)
         root = writer.commit()
@@ -52,7 +52,7 @@ def _distinct(job: Job) -> dict[int, int]:
     return {tensor.identity: tensor.nbytes for _, tensor in job.opened}
 
 
-def _counted(source: TensorSource, meter: Meter) -> TensorSource:
+def counted(source: TensorSource, meter: Meter) -> TensorSource:
     """Return a source that counts what is taken of it."""
     return replace(source, chunks=[(box, _metered(data, meter)) for box, data in source.chunks])
 

@@ -11,6 +11,7 @@ import pytest
 import dsdformat.numpy
 from dsdformat import TensorSource
 from dsdformat.cli import arrays, show
+from dsdformat.convert import numbers
 from dsdformat.storage.local import LocalStorage
 
 GOLDEN_TENSOR = """\
@@ -175,7 +176,7 @@ def test_only_blocks_that_meet_the_box_are_read(dsd, tmp_path, damage):
 
 def test_statistics_read_a_bounded_piece_at_a_time(dsd, saved, monkeypatch):
     path = saved(w=np.arange(4096, dtype=np.float64).reshape(16, 256))
-    monkeypatch.setattr(arrays, "_PIECE_NBYTES", 1024)
+    monkeypatch.setattr(numbers, "PIECE_NBYTES", 1024)
     longest, read = 0, dsdformat.TensorEntry.read
 
     def measured(entry, box=None, **options):
@@ -262,7 +263,8 @@ def test_a_dtype_without_numbers_shows_its_bytes(dsd, tmp_path):
 
 
 def test_without_numpy_bytes_are_shown_and_a_note_names_the_extra(dsd, step10, monkeypatch):
-    monkeypatch.setattr(arrays, "_numpy", lambda: None)
+    monkeypatch.setattr(numbers, "find_numpy", lambda: None)
+    monkeypatch.setattr(arrays, "find_numpy", lambda: None)
     result = dsd("show", step10, "model/norm.weight")
     assert grid(result) == "[803f 00c0]\n"
     assert result.err == "note: these are bytes; for numbers, pip install 'dsdformat[numpy]'\n"
