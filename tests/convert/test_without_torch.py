@@ -28,7 +28,7 @@ for name in [name for name in sys.modules if "pickle" in name]:
     del sys.modules[name]
 sys.meta_path.insert(0, Blocked())
 from dsdformat.convert import convert, open_foreign
-from dsdformat.convert.opening import open_any
+from dsdformat.convert.opening import open_origin
 from dsdformat.boxes import whole
 from dsdformat.plan.load_plan import Wanted
 import dsdformat
@@ -40,7 +40,7 @@ for path, out in zip(sys.argv[1::2], sys.argv[2::2]):
         with dsdformat.create(out) as writer:
             writer.add(foreign.state())
     for each in (path, out):  # many boxes at once, of a foreign checkpoint and of ours
-        reader = open_any(each)
+        reader = open_origin(each)
         wanted = [Wanted(entry.index, whole(entry.shape)) for entry in reader]
         buffers = [bytearray(entry.nbytes) for entry in reader]
         reader.read_boxes(wanted, buffers)
