@@ -237,12 +237,28 @@ def test_a_name_that_means_other_tensors_on_other_ranks_is_told():
     rank = distributed.get_rank()
     with pytest.raises(RankDisagreementError, match="w differs between ranks"):
         dsd.export_safetensors(shared(), {"w": torch.zeros(2 + rank)})
+    own = {"w": torch.full((2,), float(rank))}
+    with pytest.raises(RankDisagreementError, match="w differs between ranks"):
+        dsd.export_safetensors(shared(), own)
     with pytest.raises(RankDisagreementError, match="w has other bytes on ranks"):
-        dsd.export_safetensors(shared(), {"w": torch.full((2,), float(rank))}, check_replicas=True)
+        dsd.export_safetensors(shared(), own, check_replicas=True)
+    path = shared()
+    dsd.export_safetensors(path, own, check_replicas=False)
+    assert load_file(f"{path}/model.safetensors")["w"].tolist() in ([0.0, 0.0], [1.0, 1.0])
     one = torch.ones(3)
     state = {"a": one, "b": one} if rank else {"a": one, "b": torch.ones(3)}
     with pytest.raises(RankDisagreementError, match="b differs between ranks"):
         dsd.export_safetensors(shared(), state)
+
+
+@pytest.mark.ranks(2)
+def test_of_buffers_that_differ_those_of_the_first_rank_are_written():
+    model = nn.BatchNorm1d(3)
+    model.running_mean.fill_(distributed.get_rank() + 5)
+    path = shared()
+    dsd.export_safetensors(path, model)
+    found = load_file(f"{path}/model.safetensors")
+    assert found["running_mean"].tolist() == [5.0, 5.0, 5.0]
 
 
 def shared() -> str:
