@@ -195,7 +195,7 @@ def convert(
         notes: tuple[Finding, ...] = ()
         if kind.optimizers is not None:
             names = options.pop("names", None)
-            chosen, notes = with_optimizers(chosen, kind.optimizers, names)
+            chosen, notes = with_optimizers(chosen, kind.optimizers, names, source=opened)
         job = Job(
             chosen,
             os.fspath(dst),

@@ -71,12 +71,12 @@ def joined(opened: Foreign, policy: Policy) -> Foreign:
     if policy != "refuse":
         return opened
     for path, leaf in walk_tree(opened.tree):
-        name = path[-1] if path else None
-        if isinstance(leaf, AnyTensor) and _is_flat_name(name) and len(leaf.shape) == 1:
+        flat = isinstance(leaf, AnyTensor) and len(leaf.shape) == 1
+        if flat and any(map(_is_flat_name, path)):
             raise fault(
                 "flat_shards",
                 opened.name,
-                f"{render_path(path)} is a flat parameter, and nothing says what lies in it",
+                f"{render_path(path)} is of a flat parameter, and nothing says what lies in it",
                 hint="save a full or a sharded state dict, or the metadata beside the weights; "
                 "unknown='record' keeps it as it is",
             )

@@ -25,7 +25,7 @@ Path = tuple[Any, ...]
 
 _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _EXTRA_STATE = "_extra_state"
-_WORK_MAX = 2_000_000  # steps of the search; what needs more has several ways
+_WORK_MAX = 5_000_000  # numbers in all positions of the search; what needs more has several ways
 # What optimizers of torch keep in the shape of the parameter.
 _LIKE_PARAMETER = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
@@ -111,7 +111,7 @@ def _ways(optimizer: NumberedOptimizer, model: ModelSection) -> list[str] | None
     front: dict[tuple[int, ...], tuple[int, Any]] = {(0,) * len(queues): (1, None)}
     work = 0
     for place, (_, shape) in enumerate(entries):
-        work += len(front) * len(queues)
+        work += len(front) * len(queues) ** 2
         if work > _WORK_MAX:
             return None
         after: dict[tuple[int, ...], tuple[int, Any]] = {}

@@ -102,11 +102,20 @@ def test_one_file_of_several_ranks_is_refused(tmp_path):
 
 def test_a_flat_parameter_without_metadata_is_refused_or_kept_as_it_is(tmp_path):
     torch.save({"_flat_param": torch.ones(10), "epoch": 1}, tmp_path / "local.pt")
-    with pytest.raises(dsdformat.ConvertError, match="_flat_param is a flat") as caught:
+    with pytest.raises(dsdformat.ConvertError, match="_flat_param is of a flat") as caught:
         convert(tmp_path / "local.pt", tmp_path / "ours", to="dsd")
     assert caught.value.code == "flat_shards"
     convert(tmp_path / "local.pt", tmp_path / "ours", to="dsd", unknown="record")
     assert torch.equal(dsd.load(tmp_path / "ours")["_flat_param"], torch.ones(10))
+
+
+def test_optimizers_of_flat_parameters_are_refused(tmp_path):
+    state = {"a._flat_param": {"exp_avg": torch.ones(10)}}
+    groups = [{"params": ["a._flat_param"], "lr": 0.1}]
+    torch.save({"state": state, "param_groups": groups}, tmp_path / "local.pt")
+    with pytest.raises(dsdformat.ConvertError) as caught:
+        convert(tmp_path / "local.pt", tmp_path / "ours", to="dsd")
+    assert caught.value.code == "flat_shards"
 
 
 def test_values_that_differ_on_the_ranks_are_refused_or_left_out(tmp_path):

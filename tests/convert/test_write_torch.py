@@ -125,6 +125,22 @@ def test_what_python_keeps_on_a_state_dict_is_kept_from_file_to_file(tmp_path):
     assert torch.equal(fresh.weight, state["weight"])
 
 
+@pytest.mark.parametrize("piece", [40, 1000, 4096])
+def test_long_tensors_are_written_in_pieces_in_every_order(trip, monkeypatch, piece):
+    for module in ("copying", "packed"):
+        monkeypatch.setattr(f"dsdformat.convert.{module}.PIECE_NBYTES", piece)
+    images = torch.rand(3, 5, 7, 11)
+    state = {
+        "plain": images,
+        "last": images.contiguous(memory_format=torch.channels_last),
+        "turned": torch.randn(37, 41, dtype=torch.complex128).t(),
+        "halves": torch.randn(13, 17).half().t(),
+    }
+    loaded = trip(state)
+    assert all(torch.equal(loaded[name], one) for name, one in state.items())
+    assert all(loaded[name].stride() == one.stride() for name, one in state.items())
+
+
 def test_the_file_is_built_as_torch_builds_it(tmp_path):
     dsd.save(tmp_path / "ours", {"a": torch.ones(3), "b": torch.zeros(0), "c": torch.ones(70)})
     convert(tmp_path / "ours", tmp_path / "x.pt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import random
@@ -28,6 +29,11 @@ from dsdformat.errors import DsdError, RankDisagreementError
 from dsdformat.limits import MIB
 from dsdformat.storage.target import FileSink
 from dsdformat.torch import common_files
+from dsdformat.torch.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from tests.ranks.counting import watched
 from tests.ranks.layouts import (
     LAYOUTS,
@@ -44,9 +50,9 @@ from tests.ranks.test_state_dict_broadcast import rss
 NETS = {"net": Net, "pads": Pads, "tied": Tied}
 CASES = [
     *((layout, "net") for layout in ("ddp", "fsdp1-nested-flat", "fsdp2-nested", "tp")),
-    *((layout, "net") for layout in ("fsdp1-3-flat", "fsdp2-3", "compiled-fsdp2")),
+    *((layout, "net") for layout in ("fsdp1-3-flat", "fsdp2-3")),
     *((layout, "net") for layout in ("fsdp1-hybrid-flat", "fsdp1-tp", "fsdp2-tp", "hsdp")),
-    *((layout, "tied") for layout in ("fsdp1-full-flat", "fsdp2", "hsdp")),
+    *((layout, "tied") for layout in ("fsdp1-full-flat", "fsdp2")),
     *((layout, "pads") for layout in ("fsdp1-full-flat", "fsdp2-3")),
 ]
 
@@ -69,60 +75,51 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
-def export_all(cases: list[tuple[str, str]], folder: str) -> None:
-    from dsdformat.torch.state_dict import StateDictOptions, set_model_state_dict
-
-    os.fsync = nothing
-    for number, (layout, net) in enumerate(cases):
-        model = build(layout, NETS[net])
-        state = numbered_model(NETS[net]())
-        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
-        with small_blocks() if number % 2 else contextlib.nullcontext():
-            for ties in ties_of(net):
-                path = f"{folder}/{layout}-{net}-{ties}"
-                dsd.export_safetensors(path, model, ties=ties, max_shard_bytes=40, drop_values=True)
-
-
-@pytest.fixture(scope="module")
-def exported(launcher, tmp_path_factory) -> Path:
-    """The exports of all layouts, one launch for each number of ranks."""
-    from tests.ranks.launching import Call, Launch
-
-    folder = tmp_path_factory.mktemp("exported")
-    for count in (2, 3, 4):
-        cases = [case for case in CASES if LAYOUTS[case[0]].world_size == count]
-        call = Call(__name__, "export_all", (cases, str(folder)))
-        (outcome,) = launcher.run(Launch((call,), count, tmp_path_factory.mktemp("launch"), 120))
-        assert outcome.failure is None, outcome.failure
-    return folder
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(("layout", "net"), CASES)
-def test_every_layout_gives_the_bytes_of_the_plain_model(exported, tmp_path, layout, net):
-    plain = NETS[net]()
-    plain.load_state_dict(numbered_model(NETS[net]()))
-    for ties in ties_of(net):
-        path = tmp_path / ties
-        names = dsd.export_safetensors(path, plain, ties=ties, max_shard_bytes=40, drop_values=True)
-        assert contents(exported / f"{layout}-{net}-{ties}") == contents(path)
-        index = json.loads((path / "model.safetensors.index.json").read_bytes())
-        files = [name for name in names if name.endswith(".safetensors")]
-        assert len(files) > 1
-        found = {key: value for name in files for key, value in load_file(path / name).items()}
-        assert set(found) == set(index["weight_map"])
-        nbytes = sum(one.numel() * one.element_size() for one in found.values())
-        assert index["metadata"]["total_size"] == nbytes
-        state = {k: v for k, v in plain.state_dict().items() if isinstance(v, torch.Tensor)}
-        for name, tensor in found.items():
-            assert tensor.shape == state[name].shape
-            assert torch.equal(tensor, state[name])
-        if ties == "duplicate" or net != "tied":
-            assert set(found) == set(state)
+@functools.cache
+def alone() -> Any:
+    """A group of rank 0."""
+    return distributed.new_group([0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "net"),
+    [pytest.param(*one, marks=pytest.mark.ranks(LAYOUTS[one[0]].world_size)) for one in CASES],
+)
+def test_every_layout_gives_the_bytes_of_the_plain_model(layout, net):
+    model, plain = build(layout, NETS[net]), NETS[net]()
+    state = numbered_model(plain)
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    plain.load_state_dict(numbered_model(plain))
+    group = alone()
+    for number, ties in enumerate(ties_of(net)):
+        path = Path(shared())
+        options: dict[str, Any] = {"ties": ties, "max_shard_bytes": 40, "drop_values": True}
+        with small_blocks() if (len(layout) + number) % 2 else contextlib.nullcontext():
+            names = dsd.export_safetensors(path, model, **options)
+        if distributed.get_rank() == 0:
+            dsd.export_safetensors(f"{path}-plain", plain, group=group, **options)
+            assert contents(path) == contents(Path(f"{path}-plain"))
+            check_folder(path, names, plain, every=ties == "duplicate" or net != "tied")
+
+
+def check_folder(path: Path, names: tuple[str, ...], plain: nn.Module, *, every: bool) -> None:
+    """Read all files with the safetensors library, and compare them with their index."""
+    index = json.loads((path / "model.safetensors.index.json").read_bytes())
+    files = [name for name in names if name.endswith(".safetensors")]
+    assert len(files) > 1
+    found = {key: value for name in files for key, value in load_file(path / name).items()}
+    assert set(found) == set(index["weight_map"])
+    nbytes = sum(one.numel() * one.element_size() for one in found.values())
+    assert index["metadata"]["total_size"] == nbytes
+    state = {k: v for k, v in plain.state_dict().items() if isinstance(v, torch.Tensor)}
+    for name, tensor in found.items():
+        assert tensor.shape == state[name].shape
+        assert torch.equal(tensor, state[name])
+    assert not every or set(found) == set(state)
 
 
 def test_one_process_exports_what_convert_makes_of_its_checkpoint(tmp_path):
@@ -201,53 +198,36 @@ def test_stages_of_a_pipeline_make_one_model():
 # What goes wrong
 
 
-def failing(folder: str) -> list[str]:
-    """Fail on rank 1 in each step; tell what this rank raised."""
+@pytest.mark.ranks(2)
+def test_if_one_rank_fails_all_raise_and_nothing_is_left():
     model = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 3))
     for layer in model:
         fully_shard(layer)
-    rank = distributed.get_rank()
+    rank, folder = distributed.get_rank(), shared()
     dsd.export_safetensors(f"{folder}/old", model)
-    told = []
 
-    def attempt(path: str, **options: Any) -> None:
-        try:
-            dsd.export_safetensors(path, model, **options)
-            told.append("nothing")
-        except DsdError as error:
-            told.append(f"{type(error).__name__} {error.code}: {error.message}")
-
-    write_at = FileSink.write_at
+    def attempt(name: str, **options: Any) -> str:
+        with pytest.raises(DsdError) as caught:
+            dsd.export_safetensors(f"{folder}/{name}", model, **options)
+        return f"{caught.value.code}: {caught.value.message}"
 
     def full(self: FileSink, byte_offset: int, pieces: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    if rank == 1:
-        FileSink.write_at = full  # type: ignore[method-assign]
-    attempt(f"{folder}/new")
-    attempt(f"{folder}/old", overwrite=True)
-    FileSink.write_at = write_at  # type: ignore[method-assign]
-    attempt(f"{folder}/old")
-    attempt(f"{folder}/new", max_shard_bytes="x")
-    attempt(f"{folder}/new", max_shard_bytes=100 + rank)
-    attempt(f"{folder}/new", ties="both")
-    attempt(f"{folder}/new", files={"../x": "y"} if rank == 1 else None)
-    return told
-
-
-def test_if_one_rank_fails_all_raise_and_nothing_is_left(ranks, tmp_path):
-    here, there = ranks(2)(failing, str(tmp_path / "out"))
-    assert here == there
-    assert here[0].startswith("DistributedError rank_failed: export failed on rank 1")
-    assert "No space left" in here[0]
-    assert here[1] == here[0]
-    assert here[2].startswith("StorageError already_exists") or "exists" in here[2]
-    assert "no number of bytes" in here[3]
-    assert here[4].startswith("RankDisagreementError ranks_disagree")
-    assert "neither 'drop' nor" in here[5]
-    assert here[6].startswith("DistributedError rank_failed: export failed on rank 1")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["old"]
-    assert set(load_file(tmp_path / "out" / "old" / "model.safetensors")) == {
+    with mock.patch.object(FileSink, "write_at", full if rank == 1 else FileSink.write_at):
+        for name, options in (("new", {}), ("old", {"overwrite": True})):
+            told = attempt(name, **options)
+            assert told.startswith("rank_failed: export failed on rank 1")
+            assert "No space left" in told
+    assert attempt("old").startswith("rank_failed: export failed on rank 0: ")
+    assert attempt("new", max_shard_bytes="x") == "bad_argument: 'x' is no number of bytes"
+    assert attempt("new", max_shard_bytes=100 + rank).startswith("ranks_disagree: what is exported")
+    assert attempt("new", ties="both").startswith("bad_argument: ties='both' is neither")
+    told = attempt("new", files={"../x": "y"} if rank == 1 else None)
+    assert told.startswith("rank_failed: export failed on rank 1")
+    distributed.barrier()
+    assert os.listdir(folder) == ["old"]
+    assert set(load_file(f"{folder}/old/model.safetensors")) == {
         f"{layer}.{kind}" for layer in (0, 1) for kind in ("weight", "bias")
     }
 
@@ -257,12 +237,28 @@ def test_a_name_that_means_other_tensors_on_other_ranks_is_told():
     rank = distributed.get_rank()
     with pytest.raises(RankDisagreementError, match="w differs between ranks"):
         dsd.export_safetensors(shared(), {"w": torch.zeros(2 + rank)})
+    own = {"w": torch.full((2,), float(rank))}
+    with pytest.raises(RankDisagreementError, match="w differs between ranks"):
+        dsd.export_safetensors(shared(), own)
     with pytest.raises(RankDisagreementError, match="w has other bytes on ranks"):
-        dsd.export_safetensors(shared(), {"w": torch.full((2,), float(rank))}, check_replicas=True)
+        dsd.export_safetensors(shared(), own, check_replicas=True)
+    path = shared()
+    dsd.export_safetensors(path, own, check_replicas=False)
+    assert load_file(f"{path}/model.safetensors")["w"].tolist() in ([0.0, 0.0], [1.0, 1.0])
     one = torch.ones(3)
     state = {"a": one, "b": one} if rank else {"a": one, "b": torch.ones(3)}
     with pytest.raises(RankDisagreementError, match="b differs between ranks"):
         dsd.export_safetensors(shared(), state)
+
+
+@pytest.mark.ranks(2)
+def test_of_buffers_that_differ_those_of_the_first_rank_are_written():
+    model = nn.BatchNorm1d(3)
+    model.running_mean.fill_(distributed.get_rank() + 5)
+    path = shared()
+    dsd.export_safetensors(path, model)
+    found = load_file(f"{path}/model.safetensors")
+    assert found["running_mean"].tolist() == [5.0, 5.0, 5.0]
 
 
 def shared() -> str:
@@ -319,8 +315,6 @@ def test_floating_point_is_converted_piece_by_piece_if_asked():
     path = shared()
     dsd.export_safetensors(path, model, dtype=torch.bfloat16, drop_values=True)
     found = load_file(f"{path}/model.safetensors")
-    from dsdformat.torch.state_dict import get_model_state_dict
-
     full = get_model_state_dict(model, options=FULL)
     for name, tensor in found.items():
         wanted = torch.bfloat16 if full[name].is_floating_point() else full[name].dtype
@@ -353,12 +347,11 @@ def test_rows_of_large_tensors_do_not_travel():
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("dim", [0, 1])
-def test_memory_above_the_shards_is_a_bucket(dim):
+def test_memory_above_the_shards_is_a_bucket():
+    """Where all has to be put together from columns; rows are written where they lie."""
     mesh = mesh_of((4,))
     local = torch.ones(2048, 4096)  # 32 MiB, of 128 MiB
-    shape = [2048 * 4, 4096] if dim == 0 else [2048, 4096 * 4]
-    state = {"w": dtensor(local, mesh, [Shard(dim)], shape)}
+    state = {"w": dtensor(local, mesh, [Shard(1)], [2048, 4096 * 4])}
     path = shared()
     dsd.export_safetensors(f"{path}-warm", {"w": torch.ones(4)})
     bucket = common_files.BUCKET_NBYTES
