@@ -18,6 +18,7 @@ from samples import KINDS, trained, written
 
 import dsdformat
 import dsdformat.torch as dsd
+from dsdformat import modelfiles
 from dsdformat.boxes import flat_boxes
 from dsdformat.convert import Kind, convert, copying, find_kind, open_any
 from dsdformat.format.dtypes import DTYPES
@@ -282,6 +283,27 @@ def test_names_of_any_other_kind_are_kept(tmp_path):
     same(tmp_path / "b.safetensors", state)
     convert(tmp_path / "b.safetensors", tmp_path / "c")
     assert set(dsd.load(tmp_path / "c")) == set(names)
+
+
+# B103
+@pytest.mark.parametrize("to", ["safetensors", "huggingface"])
+def test_a_header_that_readers_would_refuse_is_refused_and_nothing_is_made(
+    tmp_path, monkeypatch, to
+):
+    monkeypatch.setattr(modelfiles, "_HEADER_NBYTES_MAX", 8192)
+    names = [f"layers.{n}.{'x' * 100}" for n in range(120)]
+    dsd.save(tmp_path / "a", {name: torch.ones(1) for name in names})
+    options = {"to": to} if to == "huggingface" else {}
+    out = tmp_path / ("b" if options else "b.safetensors")
+    with pytest.raises(dsdformat.UnsupportedValueError, match="120 tensors .* take 8192") as caught:
+        convert(tmp_path / "a", out, **options)
+    assert "max_shard_bytes" in caught.value.hint
+    assert [child.name for child in tmp_path.iterdir()] == ["a"]
+    done = convert(tmp_path / "a", tmp_path / "c", to="huggingface", max_shard_bytes=160)
+    assert done.tensors == 120
+    heads = [one.read_bytes()[:8] for one in (tmp_path / "c").glob("*.safetensors")]
+    assert len(heads) == 3
+    assert max(int.from_bytes(head, "little") for head in heads) <= 8192
 
 
 # Choosing
