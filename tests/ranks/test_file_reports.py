@@ -20,8 +20,9 @@ import dsdformat.torch as dsd
 from dsdformat.errors import DistributedError
 from dsdformat.plan import kept_plans
 from tests.ranks.counting import counted, data_reads, reads
-from tests.ranks.layouts import build, everywhere, layouts, train
+from tests.ranks.layouts import Extra, build, everywhere, layouts, train
 from tests.ranks.shards import dtensor, mesh_of
+from tests.ranks.test_reports import Deep
 from tests.ranks.test_save_load import Even, Stage, shared, whole
 from tests.torch_runtime.exact import assert_same
 
@@ -235,6 +236,53 @@ def test_resuming_with_the_same_layout_opens_no_files_of_others():
         "manifest.dsd",
         *(f"{stem}-{rank:05}-of-00002.safetensors" for stem in ("model", "optimizer")),
     }
+
+
+# B114: fewer ranks than before
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("background", [False, True])
+def test_nothing_of_a_larger_run_stays_where_a_smaller_one_saves(background):
+    path, rank = shared(f"smaller-{background}"), distributed.get_rank()
+    dsd.save(path, {"model": many(3)})
+    groups = [distributed.new_group([number]) for number in range(2)]
+    assert sorted(one.name for one in Path(path).iterdir()) == [
+        "manifest.dsd",
+        *(f"model-{number:05}-of-00002.safetensors" for number in range(2)),
+    ]
+    distributed.barrier()
+    if rank == 0:
+        options = {"group": groups[0], "background": background}
+        with pytest.raises(dsdformat.StorageError) as caught:
+            dsd.save(path, {"model": {"w": torch.zeros(5)}}, **options)
+        assert caught.value.code == "already_exists"
+        saved = dsd.save(path, {"model": {"w": torch.zeros(5)}}, overwrite=True, **options)
+        root = saved.wait() if background else saved
+        assert sorted(one.name for one in Path(path).iterdir()) == [
+            "manifest.dsd",
+            "model.safetensors",
+        ]
+        assert dsdformat.verify(path, digest=root).ok
+    distributed.barrier()
+
+
+# B121: extra state
+
+
+@pytest.mark.parametrize("layout", layouts("ddp", "fsdp1-full-orig", "fsdp1-full-flat", "fsdp2"))
+def test_extra_state_two_levels_down_is_saved_and_restored(layout):
+    path, model = shared(f"extra-{layout}"), build(layout, Deep)
+    (extra,) = (one for one in model.modules() if isinstance(one, Extra))
+    extra.extra = {"calls": 7, "names": ["a", {"b": (1, 2.5)}]}
+    wanted = dict(extra.extra)
+    dsd.save(path, {"model": model})
+    extra.extra = {"calls": 0}
+    dsd.load(path, {"model": model})
+    assert_same(extra.extra, wanted)
+    plain = Deep()
+    dsd.load(path, {"model": plain})
+    assert_same(plain.middle[1][0].extra, wanted)
 
 
 # B152: again and again
