@@ -306,6 +306,23 @@ def test_a_header_that_readers_would_refuse_is_refused_and_nothing_is_made(
     assert max(int.from_bytes(head, "little") for head in heads) <= 8192
 
 
+# B108
+@pytest.mark.parametrize("to", ["safetensors", "huggingface", "dsd"])
+def test_metadata_in_any_order_gives_equal_bytes(tmp_path, to):
+    keys = [f"key {n}" for n in range(16)]
+    header = {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}
+    found = set()
+    for turn in range(3):
+        metadata = {key: f"of {key}" for key in keys[5 * turn :] + keys[: 5 * turn]}
+        text = json.dumps({"__metadata__": metadata, **header}).encode()
+        (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"abc")
+        out = tmp_path / f"{turn}"
+        convert(tmp_path / "a.safetensors", out, to=to)
+        files = sorted(out.iterdir()) if out.is_dir() else [out]
+        found.add(tuple((one.name if out.is_dir() else "", one.read_bytes()) for one in files))
+    assert len(found) == 1
+
+
 # Choosing
 
 
