@@ -12,9 +12,11 @@ from typing import Any
 
 from dsdformat.blocks import BATCH_NBYTES, SMALL_NBYTES
 from dsdformat.boxes import Box
+from dsdformat.errors import UnsupportedValueError, shorten
 from dsdformat.format.codecs import PLANES, RAW, encode_block
 from dsdformat.format.digests import DIGEST_NBYTES, digest
 from dsdformat.format.dtypes import Dtype
+from dsdformat.format.paths import render_path
 from dsdformat.format.payload import (
     HeaderEntry,
     chunk_key,
@@ -113,6 +115,9 @@ def plan_files(
         metadata: For the headers.
         block_nbytes: Of the checkpoint.
         chunks_max, header_max: When to begin another file.
+
+    Raises:
+        UnsupportedValueError: a name, or the metadata, is too long for any header.
     """
     groups: dict[tuple[str, ...], list[ChunkJob]] = {}
     for job in jobs:
@@ -128,6 +133,8 @@ def plan_files(
             plan = FilePlan(prefix, piece, metadata)
             text = header_json(_entries(plan, block_nbytes), metadata)
             plan.header_nbytes = header_nbytes(len(text))
+            if plan.header_nbytes > header_max:
+                raise _too_long(plan, header_max)
             if all(job.codec == RAW for job in piece):
                 plan.header = text
             plans.append(plan)
@@ -180,6 +187,20 @@ def _fill_files(
         room -= cost
     if piece:
         yield piece
+
+
+def _too_long(plan: FilePlan, header_max: int) -> UnsupportedValueError:
+    """Say why a header is too long although the file has one chunk alone."""
+    job = plan.jobs[0]
+    if len(job.key.encode()) > sum(len(part) for pair in plan.metadata.items() for part in pair):
+        what, hint = f"the name of {shorten(job.name)}", "use a shorter name"
+    else:
+        what, hint = "the metadata for the headers", "store long values in the state"
+    return UnsupportedValueError(
+        f"{what} needs a header of {plan.header_nbytes} bytes, at most {header_max}",
+        path_in_tree=render_path(job.path),
+        hint=hint,
+    )
 
 
 def _entries(plan: FilePlan, bound_block: int | None) -> Iterator[HeaderEntry]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from dsdformat.boxes import Box
 from dsdformat.datafiles import ChunkJob, FilePlan, plan_files, write_file
-from dsdformat.errors import ArgumentError, MismatchError, shorten
+from dsdformat.errors import ArgumentError, MismatchError, UnsupportedValueError, shorten
 from dsdformat.format.bodies import is_label
 from dsdformat.format.codecs import CODECS, PLANES, RAW, ZSTD, can_compress
 from dsdformat.format.digests import digest
@@ -32,6 +32,7 @@ from dsdformat.limits import (
     BLOCK_NBYTES_DEFAULT,
     BLOCK_NBYTES_MAX,
     BLOCK_NBYTES_MIN,
+    BODY_NBYTES_MAX,
     MANIFEST_LABEL,
     MIB,
 )
@@ -371,6 +372,7 @@ class Writer(PartWriter):
 
         Raises:
             MismatchError: `state_conflict` or `chunks_incomplete`; nothing is made visible.
+            UnsupportedValueError: more names and values than a reader takes.
             StorageError: the medium failed, or the target exists by now.
 
         Ranks: coordinator only.
@@ -413,6 +415,11 @@ class Writer(PartWriter):
         pieces = [(name, list(content)) for name, content in sections]
         nbytes = sum(len(piece) for _, content in pieces for piece in content)
         raw_body = emit_body(body)
+        if len(raw_body) > BODY_NBYTES_MAX:
+            raise UnsupportedValueError(
+                f"names and values take {len(raw_body)} bytes, and readers take {BODY_NBYTES_MAX}",
+                hint="store long values as tensors of uint8",
+            )
         head, pages, root = emit_manifest(
             [("body", [raw_body]), *pieces],
             needed_features(part),

@@ -25,6 +25,7 @@ from dsdformat.convert.own import open_own
 from dsdformat.convert.safetensors import (
     INDEX_SUFFIX,
     SHARDING_KEY,
+    missing_files,
     read_index,
     read_indexed,
     read_safetensors,
@@ -36,7 +37,14 @@ from dsdformat.convert.settling import Policy, settle
 from dsdformat.convert.sides import find_sides
 from dsdformat.convert.torch_stream import is_torch_stream, read_torch_stream
 from dsdformat.convert.torch_zip import PICKLE_NAME, read_torch_archive
-from dsdformat.errors import ArgumentError, ConvertError, DsdError, printable, shorten
+from dsdformat.errors import (
+    ArgumentError,
+    ConvertError,
+    DsdError,
+    IncompleteError,
+    printable,
+    shorten,
+)
 from dsdformat.garbage import paused_gc
 from dsdformat.limits import JSON_NBYTES_MAX, MANIFEST_LABEL
 
@@ -303,7 +311,13 @@ def _read_model_folder(folder: Folder, torch: bool) -> tuple[Any, dict[str, str]
     trees: dict[str, dict[str, Any]] = {}
     metadata: list[dict[str, str]] = []
     for file in dict.fromkeys(weight_map.values()):
-        tree, found = _read_model(folder.file(file))
+        try:
+            tree, found = _read_model(folder.file(file))
+        except IncompleteError as error:
+            if error.code == "missing_file":
+                there = set(folder.names()) - {file}  # a link may lead nowhere
+                raise missing_files(source.name, weight_map, there) from error
+            raise
         if not isinstance(tree, dict):
             raise fault("index_malformed", source.name, f"{file} is no state dict")
         trees[file] = tree

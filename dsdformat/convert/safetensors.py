@@ -16,13 +16,14 @@ from dsdformat.convert.files import Bytes, Folder, MemoryBytes
 from dsdformat.convert.pickles.resolving import Unknown
 from dsdformat.convert.safetensors_header import HeaderEntry, parse_json, read_header
 from dsdformat.convert.tensor import ForeignTensor, Part, View, packed_strides
-from dsdformat.errors import printable
+from dsdformat.errors import FormatError, Problem, printable
 from dsdformat.limits import CUT_DIMS_MAX
 from dsdformat.modelfiles import TIES_KEY, parse_ties
 
 __all__ = [
     "INDEX_SUFFIX",
     "SHARDING_KEY",
+    "missing_files",
     "read_index",
     "read_indexed",
     "read_safetensors",
@@ -115,10 +116,22 @@ def read_indexed(
     return {name: trees[file][name] for name, file in weight_map.items()}
 
 
+def missing_files(where: str, weight_map: Mapping[str, str], there: set[str]) -> FormatError:
+    """Return an error that names files of an index that are not there, and their tensors."""
+    absent = [name for name, file in weight_map.items() if file not in there]
+    files = list(dict.fromkeys(weight_map[name] for name in absent))
+    verb = "is" if len(files) == 1 else "are"
+    message = f"{where}: {_listed(files)} {verb} not there, and should have {_listed(absent)}"
+    return Problem("missing_file", message, where=files[0]).error()
+
+
 def _disagree(where: str, names: list[str], what: str) -> Exception:
+    return fault("index_malformed", where, f"{_listed(names)} {what}")
+
+
+def _listed(names: list[str]) -> str:
     shown = ", ".join(map(printable, names[:_NAMES_MAX]))
-    rest = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
-    return fault("index_malformed", where, f"{shown}{rest} {what}")
+    return f"{shown} and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else shown
 
 
 def read_sharded(folder: Folder, files: Iterable[str]) -> dict[str, Any]:

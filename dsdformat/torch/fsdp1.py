@@ -31,7 +31,7 @@ from dsdformat.torch.compat import (
     without_fsdp1_hooks,
 )
 from dsdformat.torch.fqn import named_modules
-from dsdformat.torch.sharding import FlatShard, sharding_of_placements
+from dsdformat.torch.sharding import FlatShard, ranks_of_mesh, sharding_of_placements
 
 __all__ = [
     "Member",
@@ -160,7 +160,7 @@ class _Spread:
         piece = distributed.get_rank(group) if info.is_sharded else 0
         mesh = fsdp1_mesh(module)
         if replicas is not None and mesh is not None:
-            ranks = tuple(mesh.mesh.flatten().tolist())
+            ranks = ranks_of_mesh(mesh)
             pieces = tuple(range(mesh.size(1))) * mesh.size(0)
         elif replicas is not None:
             rows = Comm(group).gather_values(distributed.get_process_group_ranks(replicas))
@@ -250,7 +250,7 @@ class _Axes:
         from torch.distributed.tensor import Replicate
 
         mesh = specs[0][0]
-        rows = Comm(spread.group).gather_values(mesh.mesh.flatten().tolist())
+        rows = Comm(spread.group).gather_values(list(ranks_of_mesh(mesh)))
         comm = Comm.of_ranks({rank for row in rows for rank in row})
         whole = (Replicate(),) * mesh.ndim
         shapes, placements, held = [], [], []

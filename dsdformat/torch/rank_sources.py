@@ -15,8 +15,8 @@ from dsdformat.format.manifest import Mesh
 from dsdformat.format.packing import emit
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import encode, encoded_key
+from dsdformat.plan.kept_plans import KeptPlans
 from dsdformat.plan.mesh import Replicate
-from dsdformat.plan.save_plan import plan_save
 from dsdformat.plan.sharding import BoxSharding, FlatSharding, Held, MeshSharding, Sharding, on_each
 from dsdformat.sources import Reference, TensorSource
 from dsdformat.torch.agreement import Holders
@@ -40,6 +40,8 @@ from dsdformat.torch.stored import leaves
 __all__ = ["RankAdapter", "has_boxes", "identity_of", "named_tensors_of", "plan_boxes"]
 
 Path = tuple[Any, ...]
+
+_plans = KeptPlans()
 
 
 def named_tensors_of(plain: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -137,7 +139,7 @@ class RankAdapter(Adapter):
 
 def plan_boxes(
     comm: Comm, tensors: Sequence[tuple[str, Any]], holders: Holders
-) -> list[list[Held]]:
+) -> Sequence[Sequence[Held]]:
     """Choose which boxes of each tensor this rank writes; all ranks together write each once.
 
     Args:
@@ -151,7 +153,7 @@ def plan_boxes(
     spreads = [
         (_sharding(comm, name, one, holders, families), _width(one)) for name, one in tensors
     ]
-    return plan_save(spreads, comm.ranks[comm.rank])
+    return _plans.plan(spreads, comm.ranks[comm.rank])
 
 
 def _identity_or_none(value: Any) -> Any:

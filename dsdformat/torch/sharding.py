@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +27,13 @@ __all__ = [
     "dtensor_of",
     "local_of",
     "process_groups",
+    "ranks_of_mesh",
     "sharding_of",
     "sharding_of_placements",
     "tensors_in",
 ]
+
+_ranks_of_meshes: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,10 +133,22 @@ def sharding_of_placements(
     """Return how a DTensor of this shape would be spread."""
     return MeshSharding(
         tuple(shape),
-        tuple(mesh.mesh.flatten().tolist()),
+        ranks_of_mesh(mesh),
         tuple(mesh.shape),
         tuple(_placement(one) for one in placements),
     )
+
+
+def ranks_of_mesh(mesh: Any) -> tuple[int, ...]:
+    """Return the global ranks of a device mesh, row-major; the same object for each call.
+
+    A mesh may make its tensor of ranks anew whenever it is asked, which takes longer than all else
+    that is asked of a DTensor.
+    """
+    ranks = _ranks_of_meshes.get(mesh)
+    if ranks is None:
+        ranks = _ranks_of_meshes[mesh] = tuple(mesh.mesh.flatten().tolist())
+    return ranks
 
 
 def _sharding_of_sharded(tensor: Any) -> Sharding:

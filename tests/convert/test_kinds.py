@@ -17,7 +17,7 @@ from safetensors.torch import save, save_file
 from samples import KINDS, ours
 
 import dsdformat
-from dsdformat import DsdError
+from dsdformat import ConvertError, DsdError, FormatError
 from dsdformat.convert import Kind, find_kind, open_foreign
 
 
@@ -219,6 +219,27 @@ def test_an_index_that_does_not_agree_with_its_files_is_refused(tmp_path, refuse
     folder = indexed(tmp_path / "x", weight_map, one=both, two=TWO)
     expected = "index_malformed" if code == "none" else code
     assert refused(lambda: open_foreign(folder)) == expected
+
+
+# B118
+@pytest.mark.parametrize("link", [False, True], ids=["absent", "a-link-to-nothing"])
+def test_files_of_an_index_that_are_not_there_are_named_with_their_tensors(tmp_path, link):
+    weight_map = {"a": "one.safetensors", **{f"b{n}": f"{n % 2}.safetensors" for n in range(7)}}
+    folder = indexed(tmp_path / "x", weight_map, one=ONE)
+    if link:
+        (folder / "0.safetensors").symlink_to(tmp_path / "gone" / "0.safetensors")
+    with pytest.raises(FormatError) as caught:
+        open_foreign(folder)
+    assert caught.value.code == "missing_file"
+    named = "0.safetensors, 1.safetensors are not there, and should have b0, b1, b2, b3, b4 and 2"
+    assert named in str(caught.value)
+
+
+# B118
+def test_a_tensor_that_its_file_lacks_is_named(tmp_path):
+    folder = indexed(tmp_path / "x", {"a": "one.safetensors", "b": "one.safetensors"}, one=ONE)
+    with pytest.raises(ConvertError, match="b are in the index, and not in their files"):
+        open_foreign(folder)
 
 
 def test_a_folder_of_torch_files_with_an_index_is_read(tmp_path):

@@ -18,6 +18,7 @@ from samples import KINDS, trained, written
 
 import dsdformat
 import dsdformat.torch as dsd
+from dsdformat import modelfiles
 from dsdformat.boxes import flat_boxes
 from dsdformat.convert import Kind, convert, copying, find_kind, open_any
 from dsdformat.format.dtypes import DTYPES
@@ -282,6 +283,44 @@ def test_names_of_any_other_kind_are_kept(tmp_path):
     same(tmp_path / "b.safetensors", state)
     convert(tmp_path / "b.safetensors", tmp_path / "c")
     assert set(dsd.load(tmp_path / "c")) == set(names)
+
+
+# B103
+@pytest.mark.parametrize("to", ["safetensors", "huggingface"])
+def test_a_header_that_readers_would_refuse_is_refused_and_nothing_is_made(
+    tmp_path, monkeypatch, to
+):
+    monkeypatch.setattr(modelfiles, "_HEADER_NBYTES_MAX", 8192)
+    names = [f"layers.{n}.{'x' * 100}" for n in range(120)]
+    dsd.save(tmp_path / "a", {name: torch.ones(1) for name in names})
+    options = {"to": to} if to == "huggingface" else {}
+    out = tmp_path / ("b" if options else "b.safetensors")
+    with pytest.raises(dsdformat.UnsupportedValueError, match="120 tensors .* take 8192") as caught:
+        convert(tmp_path / "a", out, **options)
+    assert "max_shard_bytes" in caught.value.hint
+    assert [child.name for child in tmp_path.iterdir()] == ["a"]
+    done = convert(tmp_path / "a", tmp_path / "c", to="huggingface", max_shard_bytes=160)
+    assert done.tensors == 120
+    heads = [one.read_bytes()[:8] for one in (tmp_path / "c").glob("*.safetensors")]
+    assert len(heads) == 3
+    assert max(int.from_bytes(head, "little") for head in heads) <= 8192
+
+
+# B108
+@pytest.mark.parametrize("to", ["safetensors", "huggingface", "dsd"])
+def test_metadata_in_any_order_gives_equal_bytes(tmp_path, to):
+    keys = [f"key {n}" for n in range(16)]
+    header = {"w": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}
+    found = set()
+    for turn in range(3):
+        metadata = {key: f"of {key}" for key in keys[5 * turn :] + keys[: 5 * turn]}
+        text = json.dumps({"__metadata__": metadata, **header}).encode()
+        (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"abc")
+        out = tmp_path / f"{turn}"
+        convert(tmp_path / "a.safetensors", out, to=to)
+        files = sorted(out.iterdir()) if out.is_dir() else [out]
+        found.add(tuple((one.name if out.is_dir() else "", one.read_bytes()) for one in files))
+    assert len(found) == 1
 
 
 # Choosing

@@ -9,6 +9,7 @@ import pytest
 
 from dsdformat.boxes import Box, whole
 from dsdformat.datafiles import ChunkJob, plan_files
+from dsdformat.errors import UnsupportedValueError
 from dsdformat.format.codecs import PLANES, RAW
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.payload import emit_header, header_json, size_class
@@ -86,6 +87,24 @@ def test_another_file_begins_before_a_header_is_too_long(header_max):
     plans = plan_files(jobs, HF, 4096, header_max=header_max)
     assert len(plans) > 1
     assert max(plan.header_nbytes for plan in plans) <= header_max
+
+
+# B103
+def test_a_name_that_fits_into_no_header_is_refused_with_its_place():
+    jobs = [job(("model", "short")), job(("model", "x" * 9000))]
+    with pytest.raises(UnsupportedValueError, match="needs a header of 12288 bytes, at most 8192"):
+        plan_files(jobs, HF, 4096, header_max=8192)
+    with pytest.raises(UnsupportedValueError) as caught:
+        plan_files(jobs, HF, 4096, header_max=8192)
+    assert caught.value.path_in_tree == f"$.model.{'x' * 9000}"
+    assert caught.value.hint == "use a shorter name"
+    assert len(plan_files(jobs, HF, 4096, header_max=12_288)) == 2
+
+
+# B103
+def test_metadata_that_fits_into_no_header_is_refused():
+    with pytest.raises(UnsupportedValueError, match="the metadata .* at most 8192"):
+        plan_files([job(("w",))], {"note": "x" * 9000}, 4096, header_max=8192)
 
 
 def test_no_chunk_is_lost_where_files_roll_over():

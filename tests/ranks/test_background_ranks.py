@@ -6,6 +6,7 @@ import errno
 import functools
 import os
 import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import dsdformat
 import dsdformat.torch as dsd
 from dsdformat.errors import DistributedError, DsdError, RankDisagreementError
 from dsdformat.storage import mailbox
+from dsdformat.storage.target import FileSink
 from tests.ranks.counting import counted
 from tests.ranks.layouts import OPTIMIZERS, Net, Tied, build, everywhere, train
 from tests.ranks.test_save_load import shared
@@ -81,14 +83,33 @@ def test_stages_that_have_parts_of_a_model_save_it_together():
 def test_training_may_use_its_group_while_saves_follow_each_other():
     # KempnerForge#104
     one = torch.ones(1000)
-    for turn in range(25):
+    for turn in range(50):
         dsd.save(shared("rounds"), {"one": one, "turn": turn}, background=True, overwrite=True)
         if turn % 2:
             distributed.barrier()
         distributed.all_reduce(one)
     found = dsd.load(shared("rounds"), {"one": one.zero_(), "turn": None})
-    assert found["turn"] == 24
-    assert_same(one, torch.full((1000,), 2.0**24))
+    assert found["turn"] == 49
+    assert_same(one, torch.full((1000,), 2.0**49))
+
+
+@pytest.mark.ranks(2)
+def test_files_of_the_call_and_of_all_do_not_grow_with_the_number_of_tensors():
+    # orbax#179
+    rank, made = distributed.get_rank(), []
+    kept = FileSink.__init__
+
+    def noting(self: FileSink, path: Path) -> None:
+        made.append((path.name, threading.current_thread() is threading.main_thread()))
+        kept(self, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSink, "__init__", noting)
+        state = {"model": {f"w{number:03}": torch.ones(3) for number in range(400)}}
+        dsd.save(shared("few"), state, background=True).wait()
+    labels = [f"model-{number:05}-of-00002.safetensors" for number in range(2)]
+    assert made == [(labels[rank], False), *([] if rank else [("manifest.dsd", False)])]
+    assert sorted(os.listdir(shared("few"))) == ["manifest.dsd", *labels]
 
 
 @pytest.mark.ranks(2)

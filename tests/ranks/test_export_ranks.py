@@ -133,16 +133,18 @@ def test_one_process_exports_what_convert_makes_of_its_checkpoint(tmp_path):
     assert set(names) == set(contents(tmp_path / "a"))
 
 
-@pytest.mark.parametrize("most", ["1GB", "200B"])
-def test_there_is_an_index_whenever_there_are_several_files(tmp_path, most):
+# B117
+@pytest.mark.parametrize(("most", "count"), [("1GB", 1), ("200B", 2), ("100B", 3)])
+def test_there_is_an_index_whenever_there_are_several_files(tmp_path, most, count):
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(4, 3))
     names = dsd.export_safetensors(
         tmp_path / "a", model, max_shard_bytes=most, files={"x.json": "{}"}
     )
-    several = most == "200B"
-    assert len([name for name in names if name.endswith(".safetensors")]) == (2 if several else 1)
-    assert ("model.safetensors.index.json" in names) == several
+    assert len([name for name in names if name.endswith(".safetensors")]) == count
+    assert ("model.safetensors.index.json" in names) == (count > 1)
     assert (tmp_path / "a" / "x.json").read_text() == "{}"
+    if count > 1:
+        check_folder(tmp_path / "a", names, model, every=True)
 
 
 # Random tensors in random spreads

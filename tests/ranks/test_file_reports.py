@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import dsdformat
 import dsdformat.torch as dsd
 from dsdformat.errors import DistributedError
+from dsdformat.plan import kept_plans
 from tests.ranks.counting import counted, data_reads, reads
-from tests.ranks.layouts import build, everywhere, layouts, train
+from tests.ranks.layouts import Extra, build, everywhere, layouts, train
 from tests.ranks.shards import dtensor, mesh_of
+from tests.ranks.test_reports import Deep
 from tests.ranks.test_save_load import Even, Stage, shared, whole
 from tests.torch_runtime.exact import assert_same
 
@@ -149,6 +154,68 @@ def test_messages_of_saving_and_loading_do_not_grow_with_the_number_of_tensors(k
     assert sum(calls[0][1].values()) < 40
 
 
+# B100: a repeated save
+
+
+def many(count: int) -> dict[str, Any]:
+    mesh = mesh_of((2,))
+    state: dict[str, Any] = {
+        f"w{number:04}": dtensor(torch.full((3, 2), float(number)), mesh, [Shard(0)], (6, 2))
+        for number in range(count)
+    }
+    return {**state, "whole": torch.arange(5.0), "step": 0}
+
+
+@contextmanager
+def planning() -> Iterator[tuple[list[int], list[Any]]]:
+    """Note how many tensors are planned anew, and which meshes are asked for their ranks."""
+    planned: list[int] = []
+    looked: list[Any] = []
+    kept, mesh = kept_plans.plan_save, DeviceMesh.mesh
+
+    def plan_save(tensors: Any, rank: int) -> Any:
+        planned.append(len(tensors))
+        return kept(tensors, rank)
+
+    def noting(self: DeviceMesh) -> Any:
+        looked.append(self)
+        return mesh.fget(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_plans, "plan_save", plan_save)
+        patch.setattr(DeviceMesh, "mesh", property(noting))
+        yield planned, looked
+
+
+@pytest.mark.ranks(2)
+def test_a_repeated_save_is_not_planned_again():
+    state, rank = many(40), distributed.get_rank()
+    with planning() as (planned, looked):
+        with counted() as first:
+            dsd.save(shared("plan-0"), state)
+        assert planned == [41]
+        assert len(looked) <= 1
+        for number in range(40):
+            state[f"w{number:04}"].to_local().fill_(100.0 + number)
+        state["step"] = 1
+        with counted() as second:
+            dsd.save(shared("plan-1"), state)
+        assert planned == [41]
+        assert Counter(first) == Counter(second)
+        one_more = {**state, **({"more": torch.ones(3)} if rank else {})}
+        dsd.save(shared("plan-2"), one_more)  # planned anew where something is new, and only there
+        assert planned == ([41, 42] if rank else [41])
+        dsd.save(shared("plan-3"), {**state, "w0000": torch.zeros(6, 2)})
+        assert planned[-1] == 41
+        assert len(planned) == (3 if rank else 2)
+        assert len(looked) <= 1
+    for number, names in ((1, {*state}), (2, {*state, "more"})):
+        found = dsd.load(shared(f"plan-{number}"))
+        assert found.keys() == names
+        assert [float(found[f"w{n:04}"].min()) for n in range(40)] == [100.0 + n for n in range(40)]
+        assert found["whole"].tolist() == [0, 1, 2, 3, 4]
+
+
 # B101: a rank's own files
 
 
@@ -169,6 +236,53 @@ def test_resuming_with_the_same_layout_opens_no_files_of_others():
         "manifest.dsd",
         *(f"{stem}-{rank:05}-of-00002.safetensors" for stem in ("model", "optimizer")),
     }
+
+
+# B114: fewer ranks than before
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("background", [False, True])
+def test_nothing_of_a_larger_run_stays_where_a_smaller_one_saves(background):
+    path, rank = shared(f"smaller-{background}"), distributed.get_rank()
+    dsd.save(path, {"model": many(3)})
+    groups = [distributed.new_group([number]) for number in range(2)]
+    assert sorted(one.name for one in Path(path).iterdir()) == [
+        "manifest.dsd",
+        *(f"model-{number:05}-of-00002.safetensors" for number in range(2)),
+    ]
+    distributed.barrier()
+    if rank == 0:
+        options = {"group": groups[0], "background": background}
+        with pytest.raises(dsdformat.StorageError) as caught:
+            dsd.save(path, {"model": {"w": torch.zeros(5)}}, **options)
+        assert caught.value.code == "already_exists"
+        saved = dsd.save(path, {"model": {"w": torch.zeros(5)}}, overwrite=True, **options)
+        root = saved.wait() if background else saved
+        assert sorted(one.name for one in Path(path).iterdir()) == [
+            "manifest.dsd",
+            "model.safetensors",
+        ]
+        assert dsdformat.verify(path, digest=root).ok
+    distributed.barrier()
+
+
+# B121: extra state
+
+
+@pytest.mark.parametrize("layout", layouts("ddp", "fsdp1-full-orig", "fsdp1-full-flat", "fsdp2"))
+def test_extra_state_two_levels_down_is_saved_and_restored(layout):
+    path, model = shared(f"extra-{layout}"), build(layout, Deep)
+    (extra,) = (one for one in model.modules() if isinstance(one, Extra))
+    extra.extra = {"calls": 7, "names": ["a", {"b": (1, 2.5)}]}
+    wanted = dict(extra.extra)
+    dsd.save(path, {"model": model})
+    extra.extra = {"calls": 0}
+    dsd.load(path, {"model": model})
+    assert_same(extra.extra, wanted)
+    plain = Deep()
+    dsd.load(path, {"model": plain})
+    assert_same(plain.middle[1][0].extra, wanted)
 
 
 # B152: again and again

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -688,6 +689,54 @@ def test_many_chunks_and_long_headers_roll_over_and_verify(monkeypatch, save, pr
     assert problems_of(files) == []
     assert len([label for label in files if label.endswith(".safetensors")]) > 4
     assert max(int.from_bytes(data[:8], "little") for data in data_files(files)) <= 4088
+
+
+# B103
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"notes": "x" * 5000},
+        {"model": {f"w{n}": TensorSource.of("uint8", (1,), b"x") for n in range(500)}},
+        {"names": {"x" * 5000: None}},
+    ],
+    ids=["value", "tensors", "key"],
+)
+def test_what_a_reader_would_refuse_for_its_size_is_not_committed(tmp_path, monkeypatch, state):
+    from dsdformat import writer as module
+    from dsdformat.format import frame
+
+    path = tmp_path / "a"
+    with dsdformat.create(path) as first:
+        first.add({"old": 1})
+    for owner in (module, frame):
+        monkeypatch.setattr(owner, "BODY_NBYTES_MAX", 4096)
+    writer = dsdformat.create(path, overwrite=True)
+    writer.add(state)
+    with pytest.raises(UnsupportedValueError, match="and readers take 4096"):
+        writer.commit()
+    assert [child.name for child in tmp_path.iterdir()] == ["a"]
+    assert dsdformat.open(path).value("old") == 1
+
+
+# B103
+def test_a_body_of_the_most_bytes_that_readers_take_is_written_and_read(monkeypatch, save, load):
+    from dsdformat import writer as module
+    from dsdformat.format import frame
+
+    lengths: list[int] = []
+    emit = module.emit_body
+
+    def emit_body(body: Any) -> bytes:
+        raw = emit(body)
+        lengths.append(len(raw))
+        for owner in (module, frame):
+            monkeypatch.setattr(owner, "BODY_NBYTES_MAX", len(raw))
+        return raw
+
+    monkeypatch.setattr(module, "emit_body", emit_body)
+    with load(save({"notes": "x" * 5000})) as checkpoint:
+        assert checkpoint.value("notes") == "x" * 5000
+    assert lengths[0] > 5000
 
 
 def data_files(files: dict[str, bytes]) -> list[bytes]:
