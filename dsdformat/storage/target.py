@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import shutil
@@ -47,6 +48,7 @@ class LocalTarget:
         self._published = False
         with storage_errors(self._path):
             _make_folders(self._path.parent)
+            _sync_entries(self._path.parent)
             _clean(self._path)
             self._check_replaceable()
             self.staging, self._lock = _make_staging(self._path)
@@ -78,12 +80,12 @@ class LocalTarget:
             _sync_folder(self._path.parent)
             self._unlock()
             if old is not None:  # it goes only after the new name is on the disk
-                shutil.rmtree(old, ignore_errors=True)
+                _remove(old)
 
     def abort(self) -> None:
         """Remove what was written; do nothing once it is visible."""
         if not self._published:
-            shutil.rmtree(self.staging, ignore_errors=True)
+            _remove(self.staging)
         self._unlock()
 
     def _holds_checkpoint(self) -> bool:
@@ -107,9 +109,10 @@ class LocalTarget:
             )
 
     def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                os.close(lock)
 
 
 class JoinedTarget:
@@ -159,15 +162,16 @@ class FileSink:
 
     def close(self) -> None:
         """Make the file durable and close it."""
-        try:
-            with storage_errors(self._path):
+        with storage_errors(self._path):
+            try:
                 os.fsync(self._fd)
-        finally:
-            os.close(self._fd)
+            finally:
+                os.close(self._fd)
 
     def discard(self) -> None:
         """Close the file as it is."""
-        os.close(self._fd)
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
 
     def _write(self, byte_offset: int, views: list[memoryview]) -> int:
         while views:
@@ -197,6 +201,27 @@ def _make_folders(path: Path) -> None:
         _sync_folder(folder.parent)
 
 
+def _sync_entries(path: Path) -> None:
+    """Flush the entries of a folder and of those above it: who made them may not have.
+
+    A checkpoint is lost with any folder above it. Up to the root of the file system, and those
+    that cannot be read left out.
+    """
+    device = path.stat().st_dev
+    for folder in (path, *path.parents[:-1]):
+        above = folder.parent.stat()
+        if above.st_dev != device:
+            break
+        with contextlib.suppress(PermissionError):
+            _sync_entry(folder, folder.stat().st_ino, device)
+
+
+@functools.lru_cache(1024)
+def _sync_entry(folder: Path, _inode: int, _device: int) -> None:
+    """Flush the entry of a folder; it is durable then for as long as the folder is there."""
+    _sync_folder(folder.parent)
+
+
 def _make_staging(path: Path) -> tuple[Path, int | None]:
     while True:
         staging = path.parent / f".{path.name}.dsd-partial-{os.urandom(4).hex()}"
@@ -208,27 +233,42 @@ def _make_staging(path: Path) -> tuple[Path, int | None]:
             return staging, _lock(staging)
         except (BlockingIOError, FileNotFoundError):
             continue  # another writer took it for a leftover, between mkdir and the lock
+        except BaseException:
+            with contextlib.suppress(OSError):
+                staging.rmdir()
+            raise
 
 
 def _clean(path: Path) -> None:
-    """Remove what writers to this path left that died, and undo half a replacement."""
+    """Remove what writers to this path left that died, and undo half a replacement.
+
+    What is removed may be the old checkpoint, and the new name not on the disk yet: it is flushed
+    before, or a power cut could leave the old name, of a folder whose files are gone.
+    """
     replaced = replaced_path(path)
-    if replaced.is_dir():
-        if (path / MANIFEST_LABEL).exists():
-            _sync_folder(path.parent)
-            shutil.rmtree(replaced, ignore_errors=True)
-        elif not os.path.lexists(path):
-            os.rename(replaced, path)
     prefix = f".{path.name}.dsd-partial-"
     with os.scandir(path.parent) as entries:
         leftovers = [Path(entry.path) for entry in entries if entry.name.startswith(prefix)]
+    if replaced.is_dir() or leftovers:
+        _sync_folder(path.parent)
+    if replaced.is_dir():
+        if (path / MANIFEST_LABEL).exists():
+            _remove(replaced)
+        elif not os.path.lexists(path):
+            os.rename(replaced, path)
     for leftover in leftovers:
         with contextlib.suppress(BlockingIOError, FileNotFoundError, NotADirectoryError):
             lock = _lock(leftover)
             if lock is not None or _is_stale(leftover):
-                shutil.rmtree(leftover, ignore_errors=True)
+                _remove(leftover)
             if lock is not None:
                 os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that is no checkpoint any more; what cannot be removed is a leftover."""
+    with contextlib.suppress(OSError):  # `rmtree` still raises where a folder cannot be closed
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lock(folder: Path) -> int | None:
@@ -246,12 +286,11 @@ def _lock(folder: Path) -> int | None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(fd), os.stat(folder)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-    except (BlockingIOError, FileNotFoundError):
+    except BaseException as error:
         os.close(fd)
+        if isinstance(error, OSError) and error.errno not in (errno.EWOULDBLOCK, errno.ENOENT):
+            return None
         raise
-    except OSError:
-        os.close(fd)
-        return None
     return fd
 
 
@@ -301,9 +340,15 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def _sync_folder(path: Path) -> None:
+    """Flush the names in a folder, where the file system has such a flush."""
     with _folder(path) as fd:
-        if fd is not None:
+        if fd is None:
+            return
+        try:
             os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
 
 
 @contextlib.contextmanager
