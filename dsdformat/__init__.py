@@ -32,7 +32,7 @@ from dsdformat.errors import (
     UnsupportedValueError,
     VersionError,
 )
-from dsdformat.folders import create, open, verify
+from dsdformat.folders import create, latest, open, verify
 from dsdformat.format.frame import FORMAT_VERSION
 from dsdformat.format.manifest import Mesh
 from dsdformat.format.values import Named, Scalar, Size
@@ -80,6 +80,7 @@ __all__ = [
     "Writer",
     "__version__",
     "create",
+    "latest",
     "open",
     "verify",
 ]

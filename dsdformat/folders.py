@@ -1,4 +1,4 @@
-"""Checkpoints in folders of a file system: open, create, verify.
+"""Checkpoints in folders of a file system: open, create, verify, and the latest of a run.
 
 The functions that `dsdformat` offers; they join a local folder to the reader, the writer and the
 verifier, which know no paths.
@@ -7,19 +7,28 @@ verifier, which know no paths.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
 
-from dsdformat.errors import ArgumentError, FormatError, shorten
+from dsdformat.errors import (
+    ArgumentError,
+    FormatError,
+    IncompleteError,
+    NotACheckpointError,
+    shorten,
+)
 from dsdformat.format.digests import parse_digest
 from dsdformat.format.values import Leaf
 from dsdformat.limits import BLOCK_NBYTES_DEFAULT
 from dsdformat.reader import Checkpoint
-from dsdformat.storage.local import LocalStorage
+from dsdformat.storage.local import LocalStorage, find_names
 from dsdformat.storage.target import LocalTarget
 from dsdformat.verify import Progress, Report, verify_storage
 from dsdformat.writer import Codec, Writer
 
-__all__ = ["PathLike", "create", "open", "verify"]
+__all__ = ["PathLike", "create", "latest", "open", "verify"]
 
 PathLike = str | os.PathLike[str]
 
@@ -50,12 +59,16 @@ def open(
     Memory: the manifest's body, and 40 bytes per tensor.
     """
     expected = _parse_digest(digest)
-    storage = LocalStorage(path)
-    try:
-        return Checkpoint(storage, verify=verify, digest=expected, threads=threads)
-    except BaseException:
-        storage.close()
-        raise
+    while True:
+        storage = LocalStorage(path)
+        try:
+            return Checkpoint(storage, verify=verify, digest=expected, threads=threads)
+        except BaseException as error:
+            storage.close()
+            if not isinstance(error, IncompleteError | NotACheckpointError):
+                raise
+            if not storage.is_replaced():  # or its manifest was removed before it was opened
+                raise
 
 
 def create(
@@ -134,11 +147,52 @@ def verify(
     Memory: one block per thread, and the chunk tables.
     """
     expected = _parse_digest(digest)
-    try:
-        storage = LocalStorage(path)
-    except FormatError as error:
-        return Report(str(path), problems=error.problems)
-    return verify_storage(storage, expected_root=expected, threads=threads, progress=progress)
+    while True:
+        try:
+            storage = LocalStorage(path)
+        except FormatError as error:
+            return Report(str(path), problems=error.problems)
+        report = verify_storage(storage, expected_root=expected, threads=threads, progress=progress)
+        if report.ok or not storage.is_replaced():  # or files were removed before they were read
+            return report
+
+
+def latest(folder: PathLike, *, name: str = "*") -> Path | None:
+    """Find the newest checkpoint of a run: the one of the highest step in its name.
+
+    Names are compared by the numbers in them, one after another, so `step-1000` is newer than
+    `step-999`, and `epoch=2-step=5` newer than `epoch=1-step=900`. Names without a number, hidden
+    ones, and folders that hold no complete manifest are passed over. No tensor is read.
+
+    Args:
+        folder: Where the checkpoints of the run are. It may be missing, before the first save.
+        name: Which names count, as a pattern: `step-*` where `best-7` lies beside.
+
+    Returns:
+        The path of the checkpoint, as `open` and `load` take it; None if there is none.
+
+    Raises:
+        FormatError: the newest one is damaged, or of a newer version of the format.
+        StorageError: the operating system reported an error.
+
+    Ranks: local; one rank finds it and tells the others, since a save may end in between.
+    Memory: the names, and a manifest's body.
+    """
+    place = Path(folder)
+    found = ((_numbers(one), one) for one in find_names(place) if fnmatchcase(one, name))
+    for numbers, one in sorted(found, reverse=True):
+        if not numbers:
+            break
+        try:
+            open(place / one).close()
+        except (NotACheckpointError, IncompleteError):
+            continue
+        return place / one
+    return None
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall("[0-9]{1,18}", name)))
 
 
 def _parse_digest(text: str | None) -> bytes | None:

@@ -54,6 +54,7 @@ NAMES = [
     "Writer",
     "__version__",
     "create",
+    "latest",
     "open",
     "verify",
 ]
