@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -183,6 +184,7 @@ def run_names(folder: Path, *, count: int) -> Figures:
 
     def seconds() -> dict[str, float]:
         return {
+            "listdir": best(lambda: os.listdir(folder)),
             "open": best(lambda: dsdformat.open(path).close()),
             "latest": best(lambda: check(dsdformat.latest(folder) == path)),
             "save": best(lambda: save_again(path)),

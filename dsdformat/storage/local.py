@@ -248,10 +248,12 @@ def find_names(folder: Path) -> set[str]:
         except FileNotFoundError:
             return names
         with entries:
-            for entry in entries:
-                hidden = entry.name.startswith(".")
-                if (not hidden or entry.name.endswith(_REPLACED)) and entry.is_dir():
-                    names.add(entry.name[1 : -len(_REPLACED)] if hidden else entry.name)
+            folders = [entry.name for entry in entries if entry.is_dir()]
+    for name in folders:
+        if not name.startswith("."):
+            names.add(name)
+        elif name.endswith(_REPLACED):
+            names.add(name[1 : -len(_REPLACED)])
     return names
 
 

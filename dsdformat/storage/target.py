@@ -247,8 +247,7 @@ def _clean(path: Path) -> None:
     """
     replaced = replaced_path(path)
     prefix = f".{path.name}.dsd-partial-"
-    with os.scandir(path.parent) as entries:
-        leftovers = [Path(entry.path) for entry in entries if entry.name.startswith(prefix)]
+    leftovers = [path.parent / one for one in os.listdir(path.parent) if one.startswith(prefix)]
     if replaced.is_dir() or leftovers:
         _sync_folder(path.parent)
     if replaced.is_dir():
