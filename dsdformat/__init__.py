@@ -28,11 +28,12 @@ from dsdformat.errors import (
     NotACheckpointError,
     Problem,
     RankDisagreementError,
+    SignatureError,
     StorageError,
     UnsupportedValueError,
     VersionError,
 )
-from dsdformat.folders import create, latest, open, verify
+from dsdformat.folders import create, latest, open, sign, verify
 from dsdformat.format.frame import FORMAT_VERSION
 from dsdformat.format.manifest import Mesh
 from dsdformat.format.values import Named, Scalar, Size
@@ -71,6 +72,7 @@ __all__ = [
     "RankDisagreementError",
     "Report",
     "Scalar",
+    "SignatureError",
     "Size",
     "StorageError",
     "TensorEntry",
@@ -82,5 +84,6 @@ __all__ = [
     "create",
     "latest",
     "open",
+    "sign",
     "verify",
 ]

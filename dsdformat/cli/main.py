@@ -28,7 +28,7 @@ __all__ = ["main", "make_app"]
 FINE, BAD, USAGE, IO, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 70, 130
 PROBLEMS_SHOWN = 10
 
-HELP = """Look at checkpoints, and check them.
+HELP = """Look at checkpoints, check and sign them.
 
 \b
 Examples:
@@ -82,7 +82,7 @@ def make_app() -> typer.Typer:
     """Return the command with its subcommands."""
     import typer
 
-    from dsdformat.cli import info, ls, options, show, verify
+    from dsdformat.cli import info, ls, options, show, sign, verify
 
     app = typer.Typer(
         name="dsd",
@@ -95,6 +95,7 @@ def make_app() -> typer.Typer:
     app.command("ls", help=ls.HELP)(ls.ls)
     app.command("show", help=show.HELP)(show.show)
     app.command("verify", help=verify.HELP)(verify.verify)
+    app.command("sign", help=sign.HELP)(sign.sign)
     return app
 
 

@@ -21,8 +21,8 @@ __all__ = ["HELP", "verify"]
 
 HELP = """Check every byte of a checkpoint, and report all that is wrong.
 
-Exits with 1 if something is. Without --digest, a person who rewrote the data and its digests
-goes unnoticed.
+Exits with 1 if something is. Without --digest or --pubkey, a person who rewrote the data and its
+digests goes unnoticed.
 
 \b
 Example:
@@ -51,6 +51,10 @@ def verify(
     digest: Annotated[
         str | None, typer.Option(metavar="HEX", help="The root digest that it must have.")
     ] = None,
+    pubkey: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="A key that must have signed it: a PEM file, or hex."),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="How many threads read and hash.")
     ] = None,
@@ -59,7 +63,7 @@ def verify(
     """Verify a checkpoint, print the report, and return 1 if something is wrong."""
     out: Output = ctx.obj
     began = time.perf_counter()
-    report = _run(out, str(ckpt), digest, threads)
+    report = _run(out, str(ckpt), digest=digest, pubkey=pubkey, threads=threads)
     seconds = time.perf_counter() - began
     out.exit_code = 0 if report.ok else 1
     if json:
@@ -76,16 +80,16 @@ def verify(
     return out.exit_code
 
 
-def _run(out: Output, ckpt: str, digest: str | None, threads: int | None) -> Report:
+def _run(out: Output, ckpt: str, **options: Any) -> Report:
     console = out.progress_console
     if console is None:
-        return dsdformat.verify(ckpt, digest=digest, threads=threads)
+        return dsdformat.verify(ckpt, **options)
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(binary_units=True))
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         bar = _Bar(progress)
-        return dsdformat.verify(ckpt, digest=digest, threads=threads, progress=bar)
+        return dsdformat.verify(ckpt, progress=bar, **options)
 
 
 class _Bar:

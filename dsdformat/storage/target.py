@@ -16,16 +16,17 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 from dsdformat.errors import ArgumentError, StorageError
 from dsdformat.limits import MANIFEST_LABEL
 from dsdformat.storage.base import Buffer
 from dsdformat.storage.local import replaced_path, storage_errors
 
-__all__ = ["JoinedTarget", "LocalTarget"]
+__all__ = ["JoinedTarget", "LocalTarget", "replace_file"]
 
 PIECES_MAX = 1024  # IOV_MAX of Linux
 _EXCHANGE, _AT_FDCWD = 2, -100
@@ -193,6 +194,26 @@ class FileSink:
             return os.write(self._fd, views[0])
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file beside the others of a folder, in one step, in the place of one of that name."""
+    made = path.parent / f".{path.name}.{os.urandom(4).hex()}"
+    sink = FileSink(made)
+    try:
+        try:
+            sink.write_at(0, [data])
+        except BaseException:
+            sink.discard()
+            raise
+        sink.close()
+        with storage_errors(path):
+            os.rename(made, path)
+            _sync_folder(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            made.unlink()
+        raise
+
+
 def _make_folders(path: Path) -> None:
     """Make a folder and those above it that are missing, durably."""
     missing = list(itertools.takewhile(lambda one: not one.exists(), (path, *path.parents)))
@@ -326,9 +347,8 @@ def _exchange(a: Path, b: Path) -> bool:
     """Exchange two names in one step; False where the system cannot."""
     import ctypes
 
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
+    call = _renameat2()
+    if call is None:
         return False
     if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0:
         return True
@@ -336,6 +356,17 @@ def _exchange(a: Path, b: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), str(b))
+
+
+@functools.cache
+def _renameat2() -> Callable[..., int] | None:
+    """Look up the system call, once: each look-up takes memory that is never given back."""
+    import ctypes
+
+    try:
+        return cast("Callable[..., int]", ctypes.CDLL(None, use_errno=True).renameat2)
+    except (AttributeError, OSError, TypeError):
+        return None
 
 
 def _sync_folder(path: Path) -> None:

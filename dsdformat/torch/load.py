@@ -14,6 +14,7 @@ from dsdformat import folders
 from dsdformat.errors import DsdError
 from dsdformat.folders import PathLike
 from dsdformat.reader import Checkpoint
+from dsdformat.signing import Key
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.introspect import as_mapping
@@ -54,6 +55,7 @@ def load(
     types: Iterable[type] = ...,
     verify: bool = ...,
     digest: str | None = ...,
+    pubkey: Key | None = ...,
     threads: int | None = ...,
 ) -> dict[str, Any]: ...
 
@@ -72,6 +74,7 @@ def load(
     types: Iterable[type] = ...,
     verify: bool = ...,
     digest: str | None = ...,
+    pubkey: Key | None = ...,
     threads: int | None = ...,
     group: Any = ...,
     alone: bool = ...,
@@ -92,6 +95,7 @@ def load(  # noqa: PLR0913
     types: Iterable[type] = (),
     verify: bool = True,
     digest: str | None = None,
+    pubkey: Key | None = None,
     threads: int | None = None,
     group: Any = None,
     alone: bool = False,
@@ -126,6 +130,7 @@ def load(  # noqa: PLR0913
         types: Tensor subclasses that may be made, of those with `__tensor_flatten__`.
         verify: Whether to compare data with its digests; also for maps, which are read once then.
         digest: The root digest that the checkpoint must have.
+        pubkey: An Ed25519 key that must have signed the checkpoint; see `dsdformat.open`.
         threads: How many threads read; up to 8 if None.
         group: The process group of the ranks that load together; the default one if None.
         alone: Whether this rank loads by itself, as others do not make this call.
@@ -141,8 +146,8 @@ def load(  # noqa: PLR0913
         MismatchError: `state_mismatch`, with a `report`; nothing was changed.
         EntryNotFoundError: `select` or `rename` name nothing that is there.
         UnsupportedValueError: a dtype that this torch lacks, or a type that is not in `types`.
-        FormatError: the checkpoint is damaged; see `dsdformat.open`. After `checksum_mismatch`,
-            tensors of the state may hold part of what was read.
+        FormatError: the checkpoint is damaged, or not signed; see `dsdformat.open`. After
+            `checksum_mismatch`, tensors of the state may hold part of what was read.
         DistributedError: `rank_failed`, on every rank, with the cause of each rank that failed.
 
     Ranks: collective over the group with a state; local without one, and if `alone`.
@@ -150,7 +155,9 @@ def load(  # noqa: PLR0913
     contiguous, not on the CPU or of another dtype.
     """
     options = LoadOptions.of(strict, device, dtype, rename, select, mmap, types)
-    opened = functools.partial(folders.open, path, verify=verify, digest=digest, threads=threads)
+    opened = functools.partial(
+        folders.open, path, verify=verify, digest=digest, pubkey=pubkey, threads=threads
+    )
     if state is None:
         with opened() as checkpoint:
             tree, _ = renamed(read_tree(checkpoint), options.renames)
@@ -180,6 +187,7 @@ def load_model(
     mmap: bool = False,
     verify: bool = True,
     digest: str | None = None,
+    pubkey: Key | None = None,
     threads: int | None = None,
 ) -> nn.Module:
     """Build the model that a checkpoint has a recipe of, and load it.
@@ -195,7 +203,7 @@ def load_model(
         name: Root key of the model.
         device: Where the model is made; the CPU if None.
         dtype: What the model's floating tensors are converted to; as it is built if None.
-        mmap, verify, digest, threads: As in `load`.
+        mmap, verify, digest, pubkey, threads: As in `load`.
 
     Returns:
         The module, in training mode, as built.
@@ -209,7 +217,9 @@ def load_model(
     """
     target = torch.device("cpu") if device is None else as_device(device)
     options = LoadOptions.of(device=target, dtype=dtype, mmap=mmap)
-    with folders.open(path, verify=verify, digest=digest, threads=threads) as checkpoint:
+    with folders.open(
+        path, verify=verify, digest=digest, pubkey=pubkey, threads=threads
+    ) as checkpoint:
         tree = read_tree(checkpoint)
         recipe = find_recipe(tree.get(RECIPES), name, str(path))
         stored = {name: tree.get(name)}

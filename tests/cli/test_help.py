@@ -7,9 +7,9 @@ import re
 import pytest
 
 from dsdformat import FORMAT_VERSION, __version__
-from dsdformat.cli import info, ls, show, verify
+from dsdformat.cli import info, ls, show, sign, verify
 
-COMMANDS = {"info": info, "ls": ls, "show": show, "verify": verify}
+COMMANDS = {"info": info, "ls": ls, "show": show, "verify": verify, "sign": sign}
 
 
 def test_the_command_alone_prints_help(dsd):

@@ -283,13 +283,28 @@ def test_another_failure_of_the_exchange_is_an_error(tmp_path, save_folder, monk
 def fail_exchange(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     import ctypes
 
-    class Library:
-        @staticmethod
-        def renameat2(*_: object) -> int:
-            ctypes.set_errno(code)
-            return -1
+    def renameat2(*_: object) -> int:
+        ctypes.set_errno(code)
+        return -1
 
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library)
+    monkeypatch.setattr(target, "_renameat2", lambda: renameat2)
+
+
+def test_a_system_without_the_call_is_noticed(tmp_path, save_folder, monkeypatch):
+    save_folder(tmp_path / "c", "old")
+    monkeypatch.setattr(target, "_renameat2", lambda: None)
+    save_folder(tmp_path / "c", "new", overwrite=True)
+    assert word_of(tmp_path / "c") == "new"
+
+
+def test_the_system_call_is_looked_up_once(tmp_path, save_folder, monkeypatch):
+    """Each look-up leaks some memory in ctypes, which a long training would feel."""
+    import ctypes
+
+    save_folder(tmp_path / "c", "old")
+    save_folder(tmp_path / "c", "new", overwrite=True)
+    monkeypatch.setattr(ctypes, "CDLL", None)
+    save_folder(tmp_path / "c", "new", overwrite=True)
 
 
 # What a writer finds beside the name (spec R-15.3)
