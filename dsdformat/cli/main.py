@@ -28,7 +28,7 @@ __all__ = ["main", "make_app"]
 FINE, BAD, USAGE, IO, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 70, 130
 PROBLEMS_SHOWN = 10
 
-HELP = """Look at checkpoints, check them, and convert them.
+HELP = """Look at checkpoints, check, sign and convert them.
 
 \b
 Examples:
@@ -97,6 +97,7 @@ def make_app() -> typer.Typer:
         plan,
         rename,
         show,
+        sign,
         stats,
         tree,
         verify,
@@ -115,6 +116,7 @@ def make_app() -> typer.Typer:
     app.command("tree", help=tree.HELP)(tree.tree)
     app.command("stats", help=stats.HELP)(stats.stats)
     app.command("verify", help=verify.HELP)(verify.verify)
+    app.command("sign", help=sign.HELP)(sign.sign)
     app.command("digest", help=digest.HELP)(digest.digest)
     app.command("diff", help=diff.HELP)(diff.diff)
     app.command("cp", help=cp.HELP)(cp.cp)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dsdformat import FORMAT_VERSION, __version__
-from dsdformat.cli import convert, info, ls, plan, show, verify
+from dsdformat.cli import convert, info, ls, plan, show, sign, verify
 
 COMMANDS = {
     "info": info,
@@ -15,6 +15,7 @@ COMMANDS = {
     "plan": plan,
     "show": show,
     "verify": verify,
+    "sign": sign,
     "convert": convert,
 }
 
