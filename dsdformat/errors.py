@@ -353,6 +353,7 @@ CODES: dict[str, type[DsdError]] = {
     "storage_out_of_bounds": ConvertError, "stream_malformed": ConvertError,
     "header_malformed": ConvertError, "index_malformed": ConvertError,
     "dcp_metadata": ConvertError, "dcp_chunks": ConvertError, "dcp_item": ConvertError,
+    "flat_shards": ConvertError,
     "inexact_cast": ConvertError,
     "rank_failed": DistributedError, "ranks_absent": DistributedError,
     "ranks_disagree": RankDisagreementError, "timed_out": TimeLimitError,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dsdformat.cli.choice import names_in, typed_globs
-from dsdformat.cli.opening import open_source
+from dsdformat.cli.opening import open_source, tell_findings
 from dsdformat.cli.options import (
     Destination,
     DryRun,
@@ -77,6 +77,7 @@ def cast(
         done = rewrite(
             out, found.tree, dst, "casting", like=source, overwrite=overwrite, dry_run=dry_run
         )
+        tell_findings(out, source)
         if json:
             rows = (
                 {"name": name, "from": old, "overflows": found.overflows.get(name, 0)}
@@ -85,6 +86,8 @@ def cast(
             fields = {"source": str(ckpt), **written_json(dst, done), "dtype": dtype}
             out.document({**fields, "cast": rows})
             return
+        if not found.dtypes:
+            out.note(f"nothing was cast: what was asked for is {dtype}, or kept by an optimizer")
         cast_count = format_count(len(found.dtypes), "tensor")
         print_written(out, dst, done, found.tree, {"cast": f"{cast_count} to {dtype}"})
         for name, count in list(found.overflows.items())[:_SHOWN]:

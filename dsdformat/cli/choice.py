@@ -26,6 +26,7 @@ def typed_globs(globs: Iterable[str], names: Sequence[str]) -> list[str]:
 def typed_name(glob: str, names: Sequence[str]) -> str:
     """Return a name or glob as it is meant."""
     plain = unescape(glob)
-    if plain == glob or any(name in Selection(glob) for name in names):
+    if plain == glob:
         return glob
-    return plain
+    selection = Selection(glob)
+    return glob if any(name in selection for name in names) else plain

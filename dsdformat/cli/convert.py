@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from dsdformat import DsdError
 from dsdformat.cli.options import Json
 from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import Output, format_count, format_size
@@ -32,7 +29,13 @@ Kinds to write, for --to:
   safetensors  one file of tensors; where DST ends in .safetensors
   huggingface  a folder of safetensors files, with an index if several
   torch        a file of torch.save; where DST ends in .pt, .pth, .bin, .ckpt
+  dcp          a folder of torch.distributed.checkpoint, which dcp.load reads
   npz          a file of numpy.savez; where DST ends in .npz
+
+\b
+Optimizers get the names of their parameters where the source tells which is
+which, or --names does; files of torch.save get numbers and names. A folder of
+files that ranks of fairscale's FSDP saved becomes a whole model.
 
 \b
 Examples:
@@ -40,6 +43,8 @@ Examples:
   dsd convert hub/model step-0 --with-side-files
   dsd convert pytorch_model.bin model.safetensors
   dsd convert dcp-1000 out --to huggingface --max-shard-size 2GB
+  dsd convert last.ckpt step-0 --names names.json
+  dsd convert step-1000 step-1000.pt
 
 \b
 --json prints an object with
@@ -49,14 +54,13 @@ Examples:
   files                names of the files that were written
   left_out             values that --drop-values left out
   lost_metadata        keys of free strings that the new kind has no room for
-  findings             what --unknown dropped or recorded: path, name, reason
+  findings             what --unknown dropped or recorded, and optimizers that
+                       keep their numbers: path, name, reason
   root                 the root digest, of a folder of ours
   seconds              that it took
 """
 
 _SHOWN = 5
-_PYTHON = re.compile(r"\b([a-z_]+)=('[^']*'|True)")
-_OPTIONS = {"max_shard_bytes": "max-shard-size"}
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="What there is.", show_default=False)]
 Destination = Annotated[
@@ -71,6 +75,7 @@ Select = Annotated[
 ]
 
 
+# long: the options and their help
 def convert(  # noqa: PLR0913, PLR0917  the options of a command are its parameters
     ctx: typer.Context,
     src: Source,
@@ -91,6 +96,17 @@ def convert(  # noqa: PLR0913, PLR0917  the options of a command are its paramet
         Literal["raw", "zstd", "planes+zstd"] | None,
         typer.Option(help="How data are compressed in a folder of ours."),
     ] = None,
+    names: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Names of an optimizer's numbers: a JSON list, or a checkpoint that has them.",
+        ),
+    ] = None,
+    weights_only: Annotated[
+        bool | None,
+        typer.Option(help="Write for torch only what torch.load(weights_only=True) reads."),
+    ] = None,
     with_side_files: Annotated[
         bool, typer.Option("--with-side-files", help="Carry config.json and the like along.")
     ] = False,
@@ -109,26 +125,28 @@ def convert(  # noqa: PLR0913, PLR0917  the options of a command are its paramet
     """Convert, and print what was written."""
     out: Output = ctx.obj
     began = time.perf_counter()
-    given = {"ties": ties, "max_shard_bytes": max_shard_size, "codec": codec}
-    options = {name: value for name, value in given.items() if value is not None}
-    try:
-        with progress_bar(out, "converting") as progress:
-            result = convert_checkpoint(
-                src,
-                dst,
-                to=to,
-                overwrite=overwrite,
-                select=select or None,
-                drop_values=drop_values,
-                unknown=unknown,
-                with_side_files=with_side_files,
-                verify=verify,
-                progress=progress,
-                **options,
-            )
-    except DsdError as error:
-        error.hint = error.hint and _as_options(error.hint)
-        raise
+    given = {
+        "ties": ties,
+        "max_file_bytes" if to == "dcp" else "max_shard_bytes": max_shard_size,
+        "codec": codec,
+        "names": names,
+        "weights_only": weights_only,
+    }
+    options: dict[str, Any] = {name: one for name, one in given.items() if one is not None}
+    with progress_bar(out, "converting") as progress:
+        result = convert_checkpoint(
+            src,
+            dst,
+            to=to,
+            overwrite=overwrite,
+            select=select or None,
+            drop_values=drop_values,
+            unknown=unknown,
+            with_side_files=with_side_files,
+            verify=verify,
+            progress=progress,
+            **options,
+        )
     seconds = time.perf_counter() - began
     if json:
         out.document(_document(src, dst, result, seconds))
@@ -179,14 +197,3 @@ def _document(src: Path, dst: Path, result: Converted, seconds: float) -> dict[s
         "root": result.root,
         "seconds": round(seconds, 3),
     }
-
-
-def _as_options(hint: str) -> str:
-    """Return a hint with options of the command in the place of those of a call."""
-
-    def option(match: re.Match[str]) -> str:
-        name, value = match.groups()
-        flag = "--" + _OPTIONS.get(name, name.replace("_", "-"))
-        return flag if value == "True" else f"{flag} {shlex.quote(value[1:-1])}"
-
-    return _PYTHON.sub(option, hint)

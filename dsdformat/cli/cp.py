@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 
 import dsdformat
-from dsdformat import ArgumentError, DsdError
+from dsdformat import ArgumentError
 from dsdformat.cli.opening import is_ours
 from dsdformat.cli.options import Ckpt, Destination, Json, Overwrite
 from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import Output, format_size
-from dsdformat.cli.rewritten import as_option
 from dsdformat.convert import copy
 
 __all__ = ["HELP", "cp"]
@@ -54,12 +53,8 @@ def cp(
     out: Output = ctx.obj
     began = time.perf_counter()
     _check_ours(src)
-    try:
-        with progress_bar(out, "copying") as progress:
-            root = copy(src, dst, digest=digest, overwrite=overwrite, progress=progress)
-    except DsdError as error:
-        error.hint = as_option(error.hint)
-        raise
+    with progress_bar(out, "copying") as progress:
+        root = copy(src, dst, digest=digest, overwrite=overwrite, progress=progress)
     with dsdformat.open(dst) as checkpoint:
         lengths = [*checkpoint.data_files.values(), *checkpoint.side_files.values()]
         nbytes, files = sum(lengths) + checkpoint.manifest_nbytes, len(lengths) + 1

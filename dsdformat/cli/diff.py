@@ -11,7 +11,7 @@ import typer
 
 from dsdformat.cli.choice import names_in, typed_globs, typed_name
 from dsdformat.cli.grids import element_json, element_text
-from dsdformat.cli.opening import open_source
+from dsdformat.cli.opening import open_source, tell_findings
 from dsdformat.cli.options import Json, Source
 from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import Column, Output, format_count, format_size
@@ -84,7 +84,8 @@ def diff(
     out: Output = ctx.obj
     began = time.perf_counter()
     with open_source(a) as first, open_source(b) as second:
-        names = names_in(first.tree, second.tree)
+        chosen = select or branch_a or branch_b
+        names = names_in(first.tree, second.tree) if chosen else []
         selection = Selection(typed_globs(select, names)) if select else Selection(None)
         branches = [name and typed_name(name, names) for name in (branch_a, branch_b)]
         with progress_bar(out, "comparing") as progress:
@@ -101,6 +102,7 @@ def diff(
             )
         if select and not selection.met:
             selection.check_used(names)
+        tell_findings(out, first, second)
     seconds = time.perf_counter() - began
     out.exit_code = 0 if found.equal else 1
     if json:

@@ -10,7 +10,7 @@ import typer
 from dsdformat import ArgumentError
 from dsdformat.cli.choice import names_in, typed_globs
 from dsdformat.cli.escapes import fit
-from dsdformat.cli.opening import open_source
+from dsdformat.cli.opening import open_source, tell_findings
 from dsdformat.cli.options import Json, Source
 from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import NAME_WIDTH, Output
@@ -77,6 +77,7 @@ def digest(
                 out.line(f"{hexes}  {fit(name, NAME_WIDTH)}")
         else:
             out.line(found or root or "")
+        tell_findings(out, source)
 
 
 def _rows(source: Foreign, globs: list[str], progress: Any) -> Iterator[tuple[str, AnyTensor, str]]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dsdformat.cli.choice import names_in, typed_globs
-from dsdformat.cli.opening import open_source
+from dsdformat.cli.opening import open_source, tell_findings
 from dsdformat.cli.options import (
     Destination,
     DryRun,
@@ -61,6 +61,7 @@ def extract(
         done = rewrite(
             out, tree, dst, "extracting", like=source, overwrite=overwrite, dry_run=dry_run
         )
+        tell_findings(out, source)
         if json:
             out.document({"source": str(ckpt), **written_json(dst, done)})
         else:

@@ -12,7 +12,7 @@ import typer
 import dsdformat
 from dsdformat import Checkpoint
 from dsdformat.cli.entries import mesh_json, mesh_text
-from dsdformat.cli.opening import is_ours, open_source
+from dsdformat.cli.opening import is_ours, open_source, tell_findings
 from dsdformat.cli.options import Json, Source
 from dsdformat.cli.render import Column, Output, format_count, format_size
 from dsdformat.cli.sums import (
@@ -120,8 +120,7 @@ def _print_other(out: Output, ckpt: str, source: Foreign, *, json: bool) -> None
     )
     _print_sections(out, tensors, values)
     _print_values(out, source.metadata, values)
-    if source.findings:
-        out.note(f"not all of it is read: {'; '.join(map(str, source.findings[:5]))}")
+    tell_findings(out, source)
 
 
 def _head(

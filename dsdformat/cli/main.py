@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsdformat import ConvertError, DsdError, FormatError, StorageError
+from dsdformat.cli.hints import as_options
 
 if TYPE_CHECKING:
     import typer
@@ -28,7 +29,7 @@ __all__ = ["main", "make_app"]
 FINE, BAD, USAGE, IO, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 70, 130
 PROBLEMS_SHOWN = 10
 
-HELP = """Look at checkpoints, check, sign and convert them.
+HELP = """Look at checkpoints, check, sign, compare, change and convert them.
 
 \b
 Examples:
@@ -36,6 +37,7 @@ Examples:
   dsd ls step-1000 'model/layers.0.*'
   dsd show step-1000 'model/layers.0.weight[0:2,:4]'
   dsd verify step-1000
+  dsd diff step-1000 step-2000 --stats
   dsd convert step-1000 model --to huggingface --select model
 
 \b
@@ -45,6 +47,7 @@ Exit codes:
   2   the command was not understood, or names what is not there
   3   the system could not read
   70  a fault of dsd itself
+  130 interrupted; nothing half-made is left
 """
 
 
@@ -174,10 +177,10 @@ def _describe(error: Exception) -> _Fault:
     if isinstance(error, FormatError):
         return _Fault(BAD, error.code, _problem_lines(error), error.hint)
     if isinstance(error, ConvertError):
-        return _Fault(BAD, error.code, (error.message,), error.hint)
+        return _Fault(BAD, error.code, (error.message,), as_options(error.hint))
     if isinstance(error, DsdError):
         exit_code = IO if isinstance(error, StorageError) else USAGE
-        return _Fault(exit_code, error.code, (error.message,), error.hint)
+        return _Fault(exit_code, error.code, (error.message,), as_options(error.hint))
     if isinstance(error, OSError):
         parts = (error.filename, error.strerror) if error.strerror else (error,)
         return _Fault(IO, "io_error", (": ".join(str(part) for part in parts if part),))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dsdformat import ArgumentError
-from dsdformat.cli.opening import open_source
+from dsdformat.cli.opening import open_source, tell_findings
 from dsdformat.cli.options import DryRun, Json, Overwrite, UnknownOption
 from dsdformat.cli.render import Output
 from dsdformat.cli.rewritten import print_written, rewrite, written_json
@@ -22,7 +22,7 @@ HELP = """Write several checkpoints as one.
 
 Dicts are united, key by key. What several have is refused by name, but for
 values that are equal; rename or extract first. Chunks and codecs are kept,
-and user metadata is united too.
+and user metadata is united too; side files and placements are left behind.
 
 \b
 Examples:
@@ -76,6 +76,7 @@ def merge(
             overwrite=overwrite,
             dry_run=dry_run,
         )
+        tell_findings(out, *sources)
         if json:
             out.document({"sources": [str(ckpt) for ckpt in ckpts], **written_json(dst, done)})
         else:

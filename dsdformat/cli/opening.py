@@ -11,12 +11,14 @@ from typing import Literal
 
 import dsdformat
 from dsdformat import ConvertError
+from dsdformat.cli.render import Output
 from dsdformat.convert import Foreign, Kind, find_kind, open_any
 from dsdformat.limits import MANIFEST_LABEL
 
-__all__ = ["Unknown", "is_ours", "open_source"]
+__all__ = ["Unknown", "is_ours", "open_source", "tell_findings"]
 
 Unknown = Literal["refuse", "drop", "record"]
+_SHOWN = 5
 
 
 def is_ours(path: Path) -> bool:
@@ -45,3 +47,12 @@ def open_source(path: Path, unknown: Unknown = "record") -> Foreign:
     if is_ours(path) and not os.path.lexists(path / MANIFEST_LABEL):
         dsdformat.open(path).close()  # raises what is wrong
     return open_any(path, unknown=unknown)
+
+
+def tell_findings(out: Output, *sources: Foreign) -> None:
+    """Tell the person what of some files is not read, or not as it was."""
+    for source in sources:
+        lost = [str(one) for one in source.findings if one.lost]
+        if lost:
+            more = f" and {len(lost) - _SHOWN:,} more" if len(lost) > _SHOWN else ""
+            out.note(f"not all of {source.name} is read: {'; '.join(lost[:_SHOWN])}{more}")

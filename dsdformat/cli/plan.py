@@ -8,19 +8,21 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from dsdformat.cli.options import Json
 from dsdformat.cli.render import Column, Output, format_count, format_size
-from dsdformat.convert.layouts import Layouts
 from dsdformat.convert.model_meta import read_model_meta
+from dsdformat.convert.numbers import need_numpy
 from dsdformat.convert.opening import open_origin
 from dsdformat.errors import ArgumentError, EntryNotFoundError, shorten
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.plan.mesh import Placement
-from dsdformat.plan.preflight import RankTable, Rule, WantedTensor, check_mesh, place, survey
+
+if TYPE_CHECKING:  # it loads numpy, which other commands do without
+    from dsdformat.plan.preflight import RankTable, Rule
 
 __all__ = ["HELP", "plan"]
 
@@ -94,6 +96,10 @@ def plan(
     json: Json = False,
 ) -> int:
     """Print what each rank reads and holds; return 1 if what was compared differs."""
+    need_numpy()
+    from dsdformat.convert.layouts import Layouts
+    from dsdformat.plan.preflight import WantedTensor, survey
+
     out: Output = ctx.obj
     axes = _parse_mesh(mesh)
     rules = [_parse_rule(text, axes) for text in shard or ()]
@@ -145,6 +151,8 @@ def _parse_mesh(text: str) -> dict[str, int]:
                 f"--mesh {shorten(text)} is not as fsdp=4,tp=2", code="bad_argument"
             )
         axes[match["name"]] = int(match["size"])
+    from dsdformat.plan.preflight import check_mesh
+
     return check_mesh(axes)
 
 
@@ -156,6 +164,8 @@ def _parse_rule(text: str, mesh: Mapping[str, int]) -> Rule:
             f"{', '.join(mesh)}",
             code="bad_argument",
         )
+    from dsdformat.plan.preflight import Rule
+
     return Rule(match["glob"], None if match["dim"] == "none" else int(match["dim"]), match["axis"])
 
 
@@ -240,6 +250,8 @@ def _placements(
     shape = stored[name][1]
     owner = owners.get(name, name)
     of = stored[owner][1] if owner in stored else shape
+    from dsdformat.plan.preflight import place
+
     return place(owner, shape if of == shape else (), mesh, rules)
 
 

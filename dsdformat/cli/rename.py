@@ -10,7 +10,7 @@ import typer
 
 from dsdformat import ArgumentError, EntryNotFoundError
 from dsdformat.cli.escapes import unescape
-from dsdformat.cli.opening import open_source
+from dsdformat.cli.opening import open_source, tell_findings
 from dsdformat.cli.options import (
     Destination,
     DryRun,
@@ -78,6 +78,7 @@ def rename(
         done = rewrite(
             out, tree, dst, "renaming", like=source, overwrite=overwrite, dry_run=dry_run
         )
+        tell_findings(out, source)
         if json:
             pairs = [{"old": old, "new": new} for old, new in renamed]
             out.document({"source": str(ckpt), **written_json(dst, done), "renamed": pairs})

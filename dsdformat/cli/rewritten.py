@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsdformat import DsdError
 from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import Column, Output, format_size
 from dsdformat.convert import AnyTensor, Foreign, write
@@ -17,7 +16,7 @@ from dsdformat.convert.content import tensors_of
 from dsdformat.convert.foreign import walk_tree
 from dsdformat.renaming import display
 
-__all__ = ["Rewritten", "as_option", "print_written", "rewrite", "written_json"]
+__all__ = ["Rewritten", "print_written", "rewrite", "written_json"]
 
 _COLUMNS = (
     Column("name", flexible=True),
@@ -59,21 +58,10 @@ def rewrite(
     tensors = tensors_of(tree)
     root = None
     if not dry_run:
-        try:
-            with progress_bar(out, doing) as progress:
-                root = write(
-                    tree, dst, like=like, user=user, overwrite=overwrite, progress=progress
-                )
-        except DsdError as error:
-            error.hint = as_option(error.hint)
-            raise
+        with progress_bar(out, doing) as progress:
+            root = write(tree, dst, like=like, user=user, overwrite=overwrite, progress=progress)
     nbytes = sum(tensor.nbytes for tensor in tensors)
     return Rewritten(root, len(tensors), nbytes, time.perf_counter() - began)
-
-
-def as_option(hint: str | None) -> str | None:
-    """Return a hint with options of the command in the place of those of a call."""
-    return hint and hint.replace("overwrite=True", "--overwrite").replace("lossy=True", "--lossy")
 
 
 def print_written(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -87,7 +87,7 @@ def diff(
     a: PathLike | Foreign,
     b: PathLike | Foreign,
     *,
-    select: Selection | None = None,
+    select: Selection | str | Iterable[str] | None = None,
     stats: bool = False,
     ties: bool = True,
     order: bool = False,
@@ -98,11 +98,12 @@ def diff(
     """Compare two checkpoints, of any kinds, layouts and codecs.
 
     Two tensors are the same if their dtypes, shapes and bytes are: NaN is equal to the same NaN,
-    and -0.0 is not equal to 0.0. Values are the same if their types are too.
+    and -0.0 is not equal to 0.0. Values are the same if their types are too. Placements, codecs,
+    hints of tensors and user metadata are not compared.
 
     Args:
         a, b: Paths, or what `open_any` gives.
-        select: What to compare; everything if None.
+        select: Globs of names to compare; everything if None.
         stats: Whether to tell how many elements differ, and by how much.
         ties: Whether to compare which names are one tensor.
         order: Whether to compare the kinds of dicts too, and the order of keys in ordered ones,
@@ -123,9 +124,8 @@ def diff(
             else stack.enter_context(open_any(one, unknown="record"))
             for one in (a, b)
         )
-        comparer = _Comparer(
-            (first.name, second.name), select or Selection(None), stats=stats, progress=progress
-        )
+        selection = select if isinstance(select, Selection) else Selection(select)
+        comparer = _Comparer((first.name, second.name), selection, stats=stats, progress=progress)
         sides = [
             branch(one.tree, name) if name else rooted(one.tree)
             for one, name in ((first, branch_a), (second, branch_b))

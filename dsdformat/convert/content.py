@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dsdformat.boxes import Box, flat_boxes, whole
-from dsdformat.convert.foreign import AnyTensor, rooted, walk_tree
+from dsdformat.boxes import whole
+from dsdformat.convert.foreign import AnyTensor, read_range, rooted, walk_tree
 from dsdformat.convert.outputs import Progress
 from dsdformat.convert.own import StoredTensor
 from dsdformat.format.digests import digest, tensor_content_digest
@@ -90,21 +90,7 @@ def _leaves(tensor: AnyTensor, told: Callable[[int], None] | None) -> Iterator[b
     count, step = whole(tensor.shape).numel, LEAF_NBYTES // itemsize
     buffer = memoryview(bytearray(min(step, count) * itemsize))
     for start in range(0, count, step):
-        boxes = flat_boxes(tensor.shape, start, min(start + step, count))
-        filled = _read_boxes(tensor, boxes, itemsize, buffer)
+        filled = read_range(tensor, start, min(start + step, count), buffer)
         yield digest(filled)
         if told is not None:
             told(len(filled))
-
-
-def _read_boxes(
-    tensor: AnyTensor, boxes: list[Box], itemsize: int, buffer: memoryview
-) -> memoryview:
-    if isinstance(tensor, StoredTensor):
-        return tensor.read_boxes(boxes, buffer)
-    at = 0
-    for box in boxes:
-        end = at + box.numel * itemsize
-        tensor.read(box, into=buffer[at:end])
-        at = end
-    return buffer[:at]

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dsdformat.convert.choosing import choose
+from dsdformat.convert.flat_shards import joined
 from dsdformat.convert.foreign import Foreign, Kind
 from dsdformat.convert.kinds import open_any
 from dsdformat.convert.optimizer_naming import with_optimizers
@@ -115,7 +116,7 @@ class Converted:
 
 # long: the options and their documentation
 def convert(
-    src: PathLike,
+    src: PathLike | Sequence[PathLike],
     dst: PathLike,
     *,
     to: str | None = None,
@@ -136,6 +137,8 @@ def convert(
 
     Args:
         src: A checkpoint of any kind that `open_any` opens; which one is seen from its content.
+            Flat parameters of fairscale's FSDP become the parameters in them; what several ranks
+            have saved is a folder, or a list of files in the order of the ranks.
         dst: What to make; folders above it are made.
         to: The kind to make: `dsd`, `safetensors`, `huggingface`, `torch`, `dcp`, as `OUTPUTS`
             lists them. By default what the ending of `dst` means, and else `dsd`.
@@ -188,10 +191,11 @@ def convert(
         if verify:
             opened.verify()
         chosen, left_out = choose(opened, select, drop_values=drop_values)
+        chosen = joined(chosen, unknown)
         notes: tuple[Finding, ...] = ()
         if kind.optimizers is not None:
             names = options.pop("names", None)
-            chosen, notes = with_optimizers(chosen, kind.optimizers, names)
+            chosen, notes = with_optimizers(chosen, kind.optimizers, names, source=opened)
         job = Job(
             chosen,
             os.fspath(dst),
@@ -209,7 +213,7 @@ def convert(
         files=written.files,
         left_out=left_out,
         lost_metadata=() if kind.metadata else tuple(sorted(opened.metadata.keys() - HF_METADATA)),
-        findings=(*opened.findings, *notes),
+        findings=(*chosen.findings, *notes),
         root=written.root,
     )
 

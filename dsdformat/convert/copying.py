@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dsdformat.boxes import Box, flat_boxes, whole
-from dsdformat.convert.foreign import AnyTensor
+from dsdformat.boxes import Box, whole
+from dsdformat.convert.foreign import AnyTensor, read_range
 from dsdformat.convert.outputs import Meter
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
@@ -62,12 +62,7 @@ def _tasks(copies: Iterable[Copy], meter: Meter, buffers: _Buffers) -> Iterator[
 def _copy_piece(
     copy: Copy, start: int, stop: int, itemsize: int, meter: Meter, buffers: _Buffers
 ) -> None:
-    piece = buffers.of((stop - start) * itemsize)
-    at = 0
-    for box in flat_boxes(copy.tensor.shape, start, stop):
-        end = at + box.numel * itemsize
-        copy.tensor.read(box, into=piece[at:end])
-        at = end
+    piece = read_range(copy.tensor, start, stop, buffers.of((stop - start) * itemsize))
     copy.sink.write_at(copy.byte_offset + start * itemsize, [piece])
     meter.add(len(piece))
 

@@ -23,7 +23,7 @@ __all__ = ["FlatItem", "flat_items", "is_torch_tensor"]
 
 Path = tuple[Any, ...]
 
-_HINT = "if this is an optimizer, say which parameters its numbers are, with names="
+_HINT = "if this is an optimizer, say which parameters its numbers are, with names='names.json'"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
-from dsdformat.boxes import Box
+from dsdformat.boxes import Box, flat_boxes
 from dsdformat.convert.files import Bytes
 from dsdformat.convert.settling import Finding, Settled
 from dsdformat.errors import EntryNotFoundError, shorten
+from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import encoded_key
 from dsdformat.reader import Checkpoint
@@ -28,6 +29,7 @@ __all__ = [
     "children",
     "is_mapping",
     "mapped_tree",
+    "read_range",
     "rebuilt",
     "rooted",
     "state_of",
@@ -62,6 +64,7 @@ class Kind(Enum):
     SAFETENSORS_SHARDS = "a folder of safetensors files with chunks of tensors"
     TORCH_FOLDER = "a folder of files of torch.save with an index"
     NPZ = "a .npz file"
+    FLAT_SHARDS = "files of fairscale's FSDP, one for each rank"
 
 
 class _QuickCheck(type(Protocol)):  # type: ignore[misc]  # the metaclass of protocols
@@ -232,6 +235,30 @@ class Foreign:
         """Close the files. Values stay valid; tensors cannot be read any more."""
         if self._close is not None:
             self._close()
+
+
+def read_range(tensor: AnyTensor, start: int, stop: int, into: memoryview) -> memoryview:
+    """Read elements that follow each other in row-major order; return what they fill.
+
+    Args:
+        tensor: Of a checkpoint of any kind.
+        start, stop: The first element, and behind the last, counted in row-major order.
+        into: Long enough.
+
+    Raises:
+        What `tensor.read` raises.
+    """
+    boxes = flat_boxes(tensor.shape, start, stop)
+    together = getattr(tensor, "read_boxes", None)
+    if together is not None and len(boxes) > 1:  # one of ours, which then reads a block once
+        filled: memoryview = together(boxes, into)
+        return filled
+    itemsize, at = DTYPES[tensor.dtype].itemsize, 0
+    for box in boxes:
+        end = at + box.numel * itemsize
+        tensor.read(box, into=into[at:end])
+        at = end
+    return into[:at]
 
 
 def walk_tree(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

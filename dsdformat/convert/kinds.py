@@ -8,7 +8,8 @@ kind. A file that could be two kinds is refused.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from dsdformat.convert.archive import list_names
 from dsdformat.convert.dcp import METADATA_NAME, DcpFolder
 from dsdformat.convert.faults import fault
 from dsdformat.convert.files import Bytes, Folder, read_bytes
+from dsdformat.convert.flat_shards import find_flat, join_files
 from dsdformat.convert.foreign import Foreign, Kind
 from dsdformat.convert.npz import NPY_SUFFIX, read_npz, verify_npz
 from dsdformat.convert.own import open_own
@@ -34,7 +36,7 @@ from dsdformat.convert.settling import Policy, settle
 from dsdformat.convert.sides import find_sides
 from dsdformat.convert.torch_stream import is_torch_stream, read_torch_stream
 from dsdformat.convert.torch_zip import PICKLE_NAME, read_torch_archive
-from dsdformat.errors import ArgumentError, ConvertError, printable, shorten
+from dsdformat.errors import ArgumentError, ConvertError, DsdError, printable, shorten
 from dsdformat.garbage import paused_gc
 from dsdformat.limits import JSON_NBYTES_MAX, MANIFEST_LABEL
 
@@ -42,6 +44,8 @@ __all__ = ["Kind", "find_kind", "open_any", "open_foreign"]
 
 PathLike = str | os.PathLike[str]
 _SUFFIX = ".safetensors"
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_NUMBER = re.compile(r"[0-9]+")
 _INDEXES = ("model.safetensors" + INDEX_SUFFIX, "pytorch_model.bin" + INDEX_SUFFIX)
 _SINGLE = "model.safetensors"
 _TORCH_SINGLE = "pytorch_model.bin"
@@ -85,13 +89,14 @@ def find_kind(path: PathLike) -> Kind:
         folder.close()
 
 
-def open_foreign(path: PathLike, *, unknown: Policy = "refuse") -> Foreign:
+def open_foreign(path: PathLike | Sequence[PathLike], *, unknown: Policy = "refuse") -> Foreign:
     """Open a foreign checkpoint for reading, whatever its kind. Nothing in it is executed.
 
     Reads names and values; tensors are read when asked for.
 
     Args:
-        path: A file, or a folder.
+        path: A file, or a folder; or files that ranks have saved with fairscale's FSDP, in the
+            order of the ranks.
         unknown: What to do with values of classes that are not on the closed list: `refuse` the
             file, `drop` them, or `record` their names and parts as plain values.
 
@@ -105,7 +110,11 @@ def open_foreign(path: PathLike, *, unknown: Policy = "refuse") -> Foreign:
     """
     if unknown not in ("refuse", "drop", "record"):
         raise ArgumentError(f"unknown={shorten(unknown)} is no policy", code="bad_argument")
+    if not isinstance(path, (str, os.PathLike)):
+        return _open_shards(path, unknown)
     kind = find_kind(path)
+    if kind is Kind.FLAT_SHARDS:
+        return _open_shards(_rank_files(os.fspath(path)), unknown)
     if kind is Kind.DSD:
         raise fault(
             "unsupported_kind",
@@ -127,9 +136,9 @@ def open_foreign(path: PathLike, *, unknown: Policy = "refuse") -> Foreign:
         raise
 
 
-def open_any(path: PathLike, *, unknown: Policy = "refuse") -> Foreign:
+def open_any(path: PathLike | Sequence[PathLike], *, unknown: Policy = "refuse") -> Foreign:
     """Open a checkpoint of any kind, ours too, for reading; see `open_foreign` and `open_own`."""
-    if find_kind(path) is Kind.DSD:
+    if isinstance(path, (str, os.PathLike)) and find_kind(path) is Kind.DSD:
         return open_own(path)
     return open_foreign(path, unknown=unknown)
 
@@ -235,6 +244,8 @@ def _kind_of_folder(path: str, names: set[str]) -> Kind:
             "is a DCP folder in which each rank has metadata of its own",
             hint="save it with use_collectives=True",
         )
+    if _has_flat_shards(path, names):
+        return Kind.FLAT_SHARDS
     files = sorted(name for name in names if name.endswith(_SUFFIX))
     if files and _has_shards(path, files[0]):
         return Kind.SAFETENSORS_SHARDS
@@ -310,3 +321,49 @@ def _read_model(source: Bytes) -> tuple[Any, dict[str, str]]:
     if kind is Kind.TORCH_ZIP:
         return read_torch_archive(source).tree, {}
     raise fault("index_malformed", source.name, f"is {kind.value}")
+
+
+# Flat shards of several ranks
+
+
+def _has_flat_shards(path: str, names: set[str]) -> bool:
+    """Whether the first of the files of torch in a folder has flat parameters and metadata."""
+    first = min((name for name in names if name.endswith(_TORCH_SUFFIXES)), default=None)
+    if first is None:
+        return False
+    try:
+        with open_foreign(os.path.join(path, first), unknown="drop") as opened:
+            return find_flat(opened.tree) is not None
+    except DsdError:
+        return False
+
+
+def _rank_files(path: str) -> list[str]:
+    """Return the files of torch in a folder in the order of the ranks, which their names end in."""
+    ranks: dict[int, str] = {}
+    names = [name for name in os.listdir(path) if name.endswith(_TORCH_SUFFIXES)]
+    for name in names:
+        numbers = _NUMBER.findall(os.path.splitext(name)[0])
+        ranks[int(numbers[-1]) if numbers and len(numbers[-1]) < 10 else -1] = name
+    if sorted(ranks) != list(range(len(names))):
+        raise fault(
+            "flat_shards",
+            path,
+            "has files of ranks whose names do not end in the numbers from 0 on",
+            hint="give the files as a list, in the order of the ranks",
+        )
+    return [os.path.join(path, ranks[rank]) for rank in range(len(names))]
+
+
+def _open_shards(paths: Sequence[PathLike], unknown: Policy) -> Foreign:
+    files: list[Foreign] = []
+    try:
+        for path in paths:
+            files.append(open_foreign(path, unknown=unknown))
+        if not files:
+            raise ArgumentError("no files are given", code="bad_argument")
+        return join_files(files, unknown)
+    except BaseException:
+        for one in files:
+            one.close()
+        raise

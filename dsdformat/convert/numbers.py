@@ -98,9 +98,9 @@ def as_array(data: Any, dtype: str) -> Any:
 def widened(array: Any, dtype: str) -> Any:
     """Return what `as_array` gave of a dtype as bool, integers, float64 or complex128."""
     with need_numpy().errstate(all="ignore"):  # a signalling NaN is a number like any other here
-        if dtype.startswith("float"):
+        if "float" in dtype:
             return array.astype("float64")
-        return array.astype("complex128") if dtype.startswith("complex") else array
+        return array.astype("complex128") if "complex" in dtype else array
 
 
 def as_numbers(data: Any, dtype: str) -> Any:

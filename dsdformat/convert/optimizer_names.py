@@ -25,7 +25,7 @@ Path = tuple[Any, ...]
 
 _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _EXTRA_STATE = "_extra_state"
-_FRONT_MAX = 4096
+_WORK_MAX = 5_000_000  # numbers in all positions of the search; what needs more has several ways
 # What optimizers of torch keep in the shape of the parameter.
 _LIKE_PARAMETER = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
@@ -109,7 +109,11 @@ def _ways(optimizer: NumberedOptimizer, model: ModelSection) -> list[str] | None
         return []
     # Positions in the groups -> how many ways lead there (2 for more), and the steps of one.
     front: dict[tuple[int, ...], tuple[int, Any]] = {(0,) * len(queues): (1, None)}
+    work = 0
     for place, (_, shape) in enumerate(entries):
+        work += len(front) * len(queues) ** 2
+        if work > _WORK_MAX:
+            return None
         after: dict[tuple[int, ...], tuple[int, Any]] = {}
         for at, (count, steps) in front.items():
             if place - sum(at) < spare:
@@ -118,8 +122,6 @@ def _ways(optimizer: NumberedOptimizer, model: ModelSection) -> list[str] | None
                 if at[group] < len(queue) and _fits(queue[at[group]], shape):
                     there = (*at[:group], at[group] + 1, *at[group + 1 :])
                     _arrive(after, there, count, (place, group, at[group], steps))
-        if len(after) > _FRONT_MAX:
-            return None
         front = after
     count, steps = front.get(tuple(map(len, queues)), (0, None))
     if count != 1:

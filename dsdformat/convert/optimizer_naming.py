@@ -40,7 +40,7 @@ Names = Sequence[str] | Mapping[str, Sequence[str]] | str | os.PathLike[str]
 
 
 def with_optimizers(
-    opened: Foreign, form: OptimizerForm, names: Names | None = None
+    opened: Foreign, form: OptimizerForm, names: Names | None = None, *, source: Foreign
 ) -> tuple[Foreign, tuple[Finding, ...]]:
     """Return a checkpoint whose optimizers have a form, as far as the names are known.
 
@@ -48,6 +48,7 @@ def with_optimizers(
         opened: What there is; it stays open, and is what is read.
         form: The form to give: to numbers only what has the form of ours.
         names: Names for numbers, where the file does not tell them.
+        source: What `opened` was chosen from, where the models are that tell names.
 
     Returns:
         The checkpoint, and optimizers that keep their numbers, with the reason.
@@ -60,7 +61,10 @@ def with_optimizers(
     notes: list[Finding] = []
     tree = opened.tree
     if form != "numbered":
-        tree = _Naming(tree, given, notes).run()
+        models = list(find_models(tree))
+        if source is not opened:
+            models += find_models(source.tree)
+        tree = _Naming(tree, given, models, notes).run()
     if form == "listed":
         tree = mapped_optimizers(
             tree, lambda one, path: listed(one, path) if is_named(one) else None
@@ -91,12 +95,14 @@ class _Given:
 
 
 class _Naming:
-    def __init__(self, tree: Any, given: _Given, notes: list[Finding]) -> None:
+    def __init__(
+        self, tree: Any, given: _Given, models: Sequence[ModelSection], notes: list[Finding]
+    ) -> None:
         self.tree = tree
         self.given = given
         self.notes = notes
         self.found = {one.path: one for one in find_optimizers(tree)}
-        self.models = [*find_models(tree), *given.models]
+        self.models = [*models, *given.models]
 
     def run(self) -> Any:
         places = {_display(one.path) for one in self.found.values() if one.parameters}

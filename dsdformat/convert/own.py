@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from dsdformat import folders
-from dsdformat.boxes import Box, flat_boxes, whole
+from dsdformat.boxes import Box, flat_boxes
 from dsdformat.convert.foreign import Foreign, Kind
+from dsdformat.convert.packed import packed_blocks
 from dsdformat.convert.settling import Settled
 from dsdformat.convert.sides import own_sides
 from dsdformat.entries import TensorEntry
@@ -84,7 +85,7 @@ class StoredTensor:
 
     def source(self) -> TensorSource:
         """Return what a `Writer` stores of it: one chunk, whatever ranks have written."""
-        data: Data = partial(self._blocks, whole(self.shape)) if self.nbytes else b""
+        data: Data = partial(packed_blocks, self) if self.nbytes else b""
         return TensorSource.of(self.dtype, self.shape, data)
 
     def as_stored(self) -> TensorSource:

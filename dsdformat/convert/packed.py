@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from dsdformat.boxes import Box, flat_boxes, whole
 from dsdformat.convert.copying import PIECE_NBYTES, cut
 from dsdformat.convert.files import MemoryBytes
-from dsdformat.convert.foreign import AnyTensor
+from dsdformat.convert.foreign import AnyTensor, read_range
 from dsdformat.convert.strided import Dim, copy_strided
 from dsdformat.convert.tensor import packed_strides
 from dsdformat.format.dtypes import DTYPES
@@ -16,7 +17,7 @@ __all__ = ["packed_blocks"]
 
 
 def packed_blocks(tensor: AnyTensor, order: Sequence[int] | None = None) -> Iterator[memoryview]:
-    """Yield the packed little-endian bytes of a tensor, in one buffer.
+    """Yield the packed little-endian bytes of a tensor; of a long one, a block ahead is read.
 
     Each block is valid until the next is asked for.
 
@@ -27,24 +28,39 @@ def packed_blocks(tensor: AnyTensor, order: Sequence[int] | None = None) -> Iter
     Raises:
         What `tensor.read` raises.
 
-    Memory: 8 MiB, or 64 MiB for a tensor that is not stored by rows; twice that in another order.
+    Memory: 16 MiB, or 128 MiB for a tensor that is not stored by rows; more by half in another
+        order.
     """
+    if tensor.nbytes <= PIECE_NBYTES:
+        yield from _blocks(tensor, order, 1)
+        return
+    blocks = _blocks(tensor, order, 2)
+    with ThreadPoolExecutor(1) as reader:
+        future = reader.submit(next, blocks, None)
+        while (block := future.result()) is not None:
+            future = reader.submit(next, blocks, None)
+            yield block
+
+
+def _blocks(tensor: AnyTensor, order: Sequence[int] | None, count: int) -> Iterator[memoryview]:
+    """Yield the bytes in so many buffers by turns."""
     order = range(len(tensor.shape)) if order is None else order
     plain = list(order) == list(range(len(tensor.shape)))
     itemsize = DTYPES[tensor.dtype].itemsize
     shape = [tensor.shape[dim] for dim in order]
-    buffer = memoryview(b"")
-    for start, stop in _ranges(tensor, plain, itemsize):
+    buffers = [memoryview(b"")] * count
+    for number, (start, stop) in enumerate(_ranges(tensor, plain, itemsize)):
+        buffer = buffers[number % count]
         if len(buffer) < (stop - start) * itemsize:
             buffer = memoryview(bytearray((stop - start) * itemsize))
+            buffers[number % count] = buffer
+        if plain:
+            yield read_range(tensor, start, stop, buffer)
+            continue
         at = 0
         for piece in flat_boxes(shape, start, stop):
-            end = at + piece.numel * itemsize
-            part = _moved(piece, order)
-            if plain:
-                tensor.read(part, into=buffer[at:end])
-            else:
-                _transpose(tensor.read(part), part.shape, order, itemsize, buffer[at:end])
+            end, part = at + piece.numel * itemsize, _moved(piece, order)
+            _transpose(tensor.read(part), part.shape, order, itemsize, buffer[at:end])
             at = end
         yield buffer[:at]
 

@@ -94,13 +94,13 @@ def find_histogram(
     counts = np.zeros(bins, "int64")
     itemsize = DTYPES[tensor.dtype].itemsize
     # Halved, so that the width of a range of all doubles is a double.
-    scale = bins / (high / 2 - low / 2) / 2 if high > low else 0.0
+    width = high / 2 - low / 2 or 1.0
     with np.errstate(all="ignore"):
         for piece in pieces(whole(tensor.shape), itemsize):
             data = tensor.read(piece)
             numbers = as_numbers(data, tensor.dtype).astype("float64")
             numbers = numbers[np.isfinite(numbers)]
-            places = ((numbers / 2 - low / 2) * 2 * scale).astype("int64")
+            places = ((numbers / 2 - low / 2) / width * bins).astype("int64")
             counts += np.bincount(np.clip(places, 0, bins - 1), minlength=bins)
             if told is not None:
                 told(len(data))

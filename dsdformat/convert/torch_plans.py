@@ -96,7 +96,7 @@ class TorchPlan:
     def write_zip(self, sink: Sink, meter: Meter) -> None:
         """Write the file in the zip form, in the order and with the records of torch.
 
-        Memory: 8 MiB, and what reading the tensors needs.
+        Memory: 16 MiB, and what reading the tensors needs.
         """
         archive = ArchiveWriter(sink)
         pieces: list[Any] = []

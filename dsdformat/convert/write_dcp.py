@@ -54,7 +54,7 @@ def write_dcp(
         UnsupportedValueError: the folder cannot hold something; nothing was written.
         StorageError: `already_exists`, `not_replaceable`, or the medium failed.
 
-    Memory: names and values, 8 MiB, and what reading the tensors needs.
+    Memory: names and values, 16 MiB, and what reading the tensors needs.
     """
     most = parse_size(max_chunk_bytes), parse_size(max_file_bytes)
     plan = _Plan(flat_items(rooted(job.opened.tree)), job, most[0])

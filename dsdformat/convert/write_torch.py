@@ -35,7 +35,7 @@ def write_torch(job: Job, *, weights_only: bool = True, form: TorchForm = "zip")
             nothing was written.
         StorageError: as `FileTarget`.
 
-    Memory: the pickle of the values, 8 MiB, and what reading the tensors needs.
+    Memory: the pickle of the values, 16 MiB, and what reading the tensors needs.
     """
     if form not in _FORMS:
         raise ArgumentError(f"form={shorten(form)} is neither zip nor stream", code="bad_argument")

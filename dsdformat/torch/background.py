@@ -22,12 +22,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from dsdformat.convert.opening import Paths, open_origin
-from dsdformat.convert.reading import ForeignReader
 from dsdformat.errors import ArgumentError, DsdError, TimeLimitError
 from dsdformat.folders import PathLike
 from dsdformat.garbage import paused_gc
-from dsdformat.reader import Checkpoint
 from dsdformat.torch.apart import Limit, write_apart
 from dsdformat.torch.staging import HostBuffer, stage
 from dsdformat.torch.unfinished import Unfinished
@@ -39,7 +36,6 @@ __all__ = [
     "SaveHandle",
     "begin",
     "free_staging",
-    "open_settled",
     "settle",
     "spare_threads",
 ]
@@ -248,11 +244,11 @@ def spare_threads() -> int:
     return max(1, min(4, (os.cpu_count() or 1) // 4))
 
 
-def settle(path: PathLike | None = None) -> None:
+def settle(path: PathLike | Mapping[str, PathLike] | None = None) -> None:
     """Wait for the background save in flight, and raise its error if nobody was told.
 
     Args:
-        path: Do so only if it saves there.
+        path: Do so only if it saves there, or to one of these.
 
     Raises:
         TimeLimitError: `timed_out`: it has not ended within its limit.
@@ -261,7 +257,8 @@ def settle(path: PathLike | None = None) -> None:
     Ranks: local.
     """
     handle = _state.last
-    if handle is None or (path is not None and not _is_same(path, handle.path)):
+    paths = path.values() if isinstance(path, Mapping) else [path]
+    if handle is None or not any(one is None or _is_same(one, handle.path) for one in paths):
         return
     handle._await()
     if _state.last is handle:
@@ -271,13 +268,6 @@ def settle(path: PathLike | None = None) -> None:
         handle._asked = True
         error.add_note(f"This is what became of the background save to {os.fspath(handle.path)}.")
         raise error
-
-
-def open_settled(path: Paths, **options: Any) -> Checkpoint | ForeignReader:
-    """Open a checkpoint as `open_origin` does, after a save to it has ended that is in flight."""
-    if not isinstance(path, Mapping):
-        settle(path)
-    return open_origin(path, **options)
 
 
 def free_staging() -> None:

@@ -4,8 +4,6 @@ Values travel in the format's own encoding, tensors as bytes: gloo refuses sever
 bytes are what is meant. Ranks that are no process group of the user's, as those of a mesh of
 several axes in one pipeline stage, talk from one to another in the default group: to make a group
 would need ranks that take no part.
-
-Somewhat long, since both ways to talk are one class each, and errors go with what can fail.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ BLOCK_NBYTES = 64 * KIB  # the largest page of a common system
 CHUNK_NBYTES = 4 * MIB  # what one rank puts together at a time
 BUCKET_NBYTES = 128 * MIB  # what a rank sends and receives in a round
 LONG_NBYTES = 4 * BLOCK_NBYTES  # runs of this length are written by themselves
-_PIECE_NBYTES = 8 * MIB
+PIECE_NBYTES = 8 * MIB
 _RUN, _BOX = 0, 1
 
 Ints = list[int]
@@ -199,8 +199,8 @@ class CommonFiles:
         for run in runs:
             begin, end = self._whole_blocks(run)
             self.written += end - begin
-            for at in range(begin, end, _PIECE_NBYTES):
-                stop = min(at + _PIECE_NBYTES, end)
+            for at in range(begin, end, PIECE_NBYTES):
+                stop = min(at + PIECE_NBYTES, end)
                 yield partial(self._write_run, self._sink(run.file), run, at, stop)
             for edge in ((run.begin, begin), (end, run.end)):
                 if edge[0] < edge[1]:
@@ -304,15 +304,28 @@ class CommonFiles:
                 chunks.setdefault(self._chunk_of(head), []).append((head, data))
         buffer: Any = np.empty(CHUNK_NBYTES, np.uint8)
         view = memoryview(buffer)
-        there = np.empty(CHUNK_NBYTES + 2, np.int8)
         for (file, start), found in chunks.items():
-            there[:] = 0
+            length = min(CHUNK_NBYTES, self._sizes[file] - start)
             for head, data in found:
-                self._put(head, data, start, buffer, there[1:-1])
-            edges = np.flatnonzero(np.diff(there))
-            for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+                region, raw = self._region(head, data, start, buffer)
+                region[...] = raw
+            ranges = [(0, length)]
+            if sum(len(data) for _, data in found) < length:  # the rest was written as blocks
+                ranges = self._ranges(found, start)
+            for begin, end in ranges:
                 self._sink(file).write_at(start + begin, [view[begin:end]])
                 self.written += end - begin
+
+    def _ranges(
+        self, found: Sequence[tuple[Ints, memoryview]], start: int
+    ) -> list[tuple[int, int]]:
+        """Return which ranges of a chunk are there."""
+        there = np.zeros(CHUNK_NBYTES + 2, np.int8)
+        for head, data in found:
+            region, _ = self._region(head, data, start, there[1:-1])
+            region[...] = 1
+        edges = np.flatnonzero(np.diff(there)).tolist()
+        return list(zip(edges[::2], edges[1::2], strict=True))
 
     def _chunk_of(self, head: Ints) -> tuple[int, int]:
         """Return the file and the place of the chunk that some bytes belong to."""
@@ -326,28 +339,22 @@ class CommonFiles:
             begin = place.at(_index(offset, steps))
         return file, begin // CHUNK_NBYTES * CHUNK_NBYTES
 
-    def _put(self, head: Ints, data: memoryview, start: int, buffer: Any, there: Any) -> None:
-        """Copy some bytes to their place in a chunk, and note that they are there."""
+    def _region(self, head: Ints, data: memoryview, start: int, array: Any) -> tuple[Any, Any]:
+        """Return the view of a chunk where some bytes belong, and the bytes in its shape."""
         raw = np.frombuffer(data, np.uint8)
         if head[0] == _RUN:
             begin = head[2] - start
-            buffer[begin : begin + len(raw)] = raw
-            there[begin : begin + len(raw)] = 1
-            return
+            return array[begin : begin + len(raw)], raw
         place = self._places[head[1]]
         ndim, width = len(place.shape), place.itemsize
         around, shared = _two_boxes(head[2:], ndim)
-        steps = _steps(place.shape)
-        begin = (
-            place.at(sum(a * step for a, step in zip(around.offset, steps, strict=True))) - start
-        )
+        begin = place.at(_index(around.offset, _steps(place.shape))) - start
         where = tuple(
             slice(a - b, a - b + size)
             for a, b, size in zip(shared.offset, around.offset, shared.shape, strict=True)
         )
-        for array, source in ((buffer, raw.reshape(*shared.shape, width)), (there, 1)):
-            view = array[begin : begin + around.numel * width].reshape(*around.shape, width)
-            view[where] = source
+        view = array[begin : begin + around.numel * width].reshape(*around.shape, width)
+        return view[where], raw.reshape(*shared.shape, width)
 
 
 def _leading_dims(box: Box, shape: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Any, get_args
 
 import torch
@@ -41,10 +41,11 @@ from dsdformat.storage.guards import folder_guard
 from dsdformat.storage.target import FileSink, JoinedTarget, LocalTarget
 from dsdformat.torch.agreement import check_replicas as check_equal
 from dsdformat.torch.agreement import find_holders
-from dsdformat.torch.capture import capture
+from dsdformat.torch.capture import capture_with_buffers
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.common_files import CommonFiles, Place, Shard
 from dsdformat.torch.dtypes import logical_dtype, torch_dtype
+from dsdformat.torch.per_rank import Path
 from dsdformat.torch.rank_sources import has_boxes, identity_of, plan_boxes
 from dsdformat.torch.sharding import local_of
 
@@ -66,7 +67,7 @@ def export_safetensors(
     files: Mapping[str, str | bytes] | None = None,
     drop_values: bool = False,
     overwrite: bool = False,
-    check_replicas: bool = False,
+    check_replicas: bool | None = None,
     group: Any = None,
 ) -> tuple[str, ...]:
     """Write a model as a Hugging Face folder: whole tensors under canonical names.
@@ -89,7 +90,7 @@ def export_safetensors(
         drop_values: Whether to leave out what is no tensor, as extra state.
         overwrite: Whether to replace what is there, once the new folder is complete. A folder
             with files that are no model's, and not among the new ones, is never replaced.
-        check_replicas: Whether to compare, by digests, the bytes of what several ranks hold.
+        check_replicas: Whether to compare the bytes of what several ranks hold; see `save`.
         group: The process group of the ranks that write together; the default one if None.
 
     Returns:
@@ -109,12 +110,15 @@ def export_safetensors(
     comm.check_agreement(options, "what is exported")
     tensors: dict[str, Any] = {}
     sides: dict[str, bytes] = {}
+    buffers: list[Path] = []
     with comm.together("export"):
-        tensors = _tensors_of(capture({_MODEL: model})[_MODEL], drop_values)
+        plain, paths = capture_with_buffers({_MODEL: model})
+        tensors = _tensors_of(plain[_MODEL], drop_values)
+        buffers = [path[1:] for path in paths]
         sides = _sides(files)
     rows = _agreed(comm, tensors, dtype)
     plan = _Plan.of(rows, ties, parse_size(max_shard_bytes))
-    holders = find_holders(comm, tensors, [])
+    holders = find_holders(comm, tensors, [], buffers, sample=check_replicas is None)
     named = [(row[0][0], one) for row, one in _held(rows, tensors)]
     if check_replicas:
         check_equal(comm, named)
@@ -328,7 +332,7 @@ def _begin(target: LocalTarget, files: Sequence[ModelFile], others: Mapping[str,
 def _common_files(comm: Comm, plan: _Plan, staging: str) -> CommonFiles:
     folder: JoinedTarget | None = None
     with comm.together("export"):
-        folder = JoinedTarget(Path(staging))
+        folder = JoinedTarget(FilePath(staging))
     assert folder is not None
 
     def open_file(number: int) -> FileSink:

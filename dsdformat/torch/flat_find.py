@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from dsdformat.flat_layout import FlatLayout
 from dsdformat.torch.compat import fairscale_flats
-from dsdformat.torch.flat_layout import FlatLayout
 from dsdformat.torch.flatten import FlattenParams
 from dsdformat.torch.fqn import canonical_name, named_modules
 

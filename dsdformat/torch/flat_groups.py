@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from dsdformat.errors import ArgumentError, shorten
+from dsdformat.flat_layout import FlatLayout
 from dsdformat.torch.compat import find_wrapped, is_lazy
 from dsdformat.torch.dtypes import dtype_name
-from dsdformat.torch.flat_layout import FlatLayout
 
 __all__ = ["INNER", "Group", "Groups", "Slot", "kind_of_parameter", "plan_groups", "say_kind"]
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from dsdformat.errors import ArgumentError, MismatchError
+from dsdformat.flat_layout import FlatLayout
 from dsdformat.torch.flat_groups import INNER
-from dsdformat.torch.flat_layout import FlatLayout
 
 __all__ = ["register_hooks", "with_versions"]
 

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from dsdformat.convert import Policy
-from dsdformat.convert.opening import Paths
+from dsdformat.convert.opening import Paths, open_origin
 from dsdformat.convert.reading import ForeignReader
 from dsdformat.errors import DsdError, MismatchError
 from dsdformat.reader import Checkpoint
 from dsdformat.renaming import renamed
 from dsdformat.selection import Rename
 from dsdformat.signing import Key
-from dsdformat.torch.background import open_settled
+from dsdformat.torch.background import settle
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.fitting import fitted
@@ -184,8 +184,9 @@ def load(  # noqa: PLR0913
     contiguous, not on the CPU or of another dtype; up to 64 MiB to share reads.
     """
     options = LoadOptions.of(strict, device, dtype, rename, select, mmap, types)
+
     opened = functools.partial(
-        open_settled,
+        _open_settled,
         path,
         verify=verify,
         digest=digest,
@@ -219,6 +220,12 @@ def load(  # noqa: PLR0913
                 origin.prepare(loading.wanted(), verify=verify, part=comm.rank, of=comm.world_size)
         loading.prepare()
         return loading.run(comm, share_reads=share_reads)
+
+
+def _open_settled(path: Paths, **options: Any) -> Checkpoint | ForeignReader:
+    """Open what is loaded, once a save to it has ended that is in flight."""
+    settle(path)
+    return open_origin(path, **options)
 
 
 def _named(origin: Checkpoint | ForeignReader) -> str:
@@ -283,7 +290,7 @@ def load_model(  # noqa: PLR0913
     """
     target = torch.device("cpu") if device is None else as_device(device)
     options = LoadOptions.of(device=target, dtype=dtype, mmap=mmap)
-    opened = open_settled(path, verify=verify, digest=digest, pubkey=pubkey, threads=threads)
+    opened = _open_settled(path, verify=verify, digest=digest, pubkey=pubkey, threads=threads)
     with contextlib.closing(opened) as origin:
         tree = read_tree(origin)
         recipe = recipe or find_recipe(tree.get(RECIPES), name, str(path))

@@ -186,8 +186,8 @@ def _copy_from_device(
 
 
 def _pin(memory: torch.Tensor) -> bool:
-    """Pin memory that is there; torch's own pinned memory takes a power of two."""
-    code = _cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    """Pin memory that is there, for all devices; torch's own pinned memory takes a power of two."""
+    code = _cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 1)
     return int(code) == 0
 
 

@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
+import dsdformat.numpy
 from dsdformat import FORMAT_VERSION, __version__
-from dsdformat.cli import convert, info, ls, plan, show, sign, verify
+from dsdformat.cli import (
+    cast,
+    convert,
+    cp,
+    diff,
+    digest,
+    extract,
+    info,
+    ls,
+    merge,
+    plan,
+    rename,
+    show,
+    sign,
+    stats,
+    tree,
+    verify,
+)
 
 COMMANDS = {
-    "info": info,
-    "ls": ls,
-    "plan": plan,
-    "show": show,
-    "verify": verify,
-    "sign": sign,
-    "convert": convert,
+    module.__name__.rpartition(".")[2]: module
+    for module in (
+        *(info, ls, show, tree, stats, plan, verify, sign, digest, diff),
+        *(cp, extract, merge, rename, cast, convert),
+    )
 }
 
 
@@ -39,7 +56,7 @@ def test_the_version_is_printed(dsd):
 def test_help_has_an_example_and_tells_of_json(dsd, command):
     result = dsd(command, "--help")
     assert (result.code, result.err) == (0, "")
-    assert f"  dsd {command} step-1000" in result.out
+    assert f"\n    dsd {command} " in result.out or f"\n  dsd {command} " in result.out
     assert "--json prints an object with" in result.out
 
 
@@ -55,12 +72,30 @@ def test_the_list_of_commands_has_whole_sentences(dsd, command):
     assert re.search(rf"^  {command} +{re.escape(first)}$", dsd().out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", ["info", "ls"])
-def test_the_keys_of_the_json_document_are_documented(dsd, step10, command):
+DOCUMENTS = {
+    "info": [],
+    "ls": [],
+    "tree": [],
+    "stats": ["*"],
+    "digest": ["model"],
+    "diff": ["other", "--stats"],
+    "cp": ["new"],
+    "extract": ["new", "--select", "model"],
+    "rename": ["new", "--map", "step=steps"],
+    "cast": ["new", "--dtype", "float16"],
+}
+
+
+@pytest.mark.parametrize(("command", "more"), DOCUMENTS.items(), ids=DOCUMENTS)
+def test_the_keys_of_the_json_document_are_documented(dsd, step10, command, more):
+    if "other" in more:
+        dsdformat.numpy.save("other", {"model": {"embed.weight": np.ones((4, 3), np.float32)}})
     help_text = dsd(command, "--help").out
-    document = dsd(command, step10, "--json").json
+    document = dsd(command, step10, *more, "--json").json
     rows = [row for value in document.values() if isinstance(value, list) for row in value]
-    keys = {*document, *(key for row in rows for key in row)}
+    rows = [row for row in rows if isinstance(row, dict)]
+    inner = [row[key] for row in rows for key in ("numbers", "histogram") if row.get(key)]
+    keys = {*document, *(key for row in [*rows, *inner] for key in row)}
     assert {key for key in keys if not re.search(rf"\b{key}\b", help_text)} == set()
 
 

@@ -48,7 +48,20 @@ COMMANDS = {
     "ls-long": ["ls", "--long"],
     "show": ["show", "model"],
     "verify": ["verify"],
+    "tree": ["tree"],
+    "stats": ["stats", "model"],
+    "digest": ["digest", "model"],
+    "dry-run": ["extract", "new", "--select", "*", "--dry-run"],
 }
+
+
+def test_a_hostile_name_that_differs_is_escaped(dsd, hostile, tmp_path):
+    name, path = hostile
+    dsdformat.numpy.save(tmp_path / "other", {"model": {name: np.zeros(1, np.uint8)}, "x": name})
+    for options in ([], ["--stats"]):
+        result = dsd("diff", path, tmp_path / "other", *options)
+        assert (result.code, result.err) == (1, "")
+        assert all(line.isprintable() for line in result.out.splitlines())
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
@@ -229,11 +242,26 @@ sys.exit(f"{code} {loaded}" if code or loaded else 0)
 
 
 @pytest.mark.parametrize(
-    "command", [["info"], ["ls", "--long"], ["show", "step"], ["verify"]], ids=lambda c: c[0]
+    "command",
+    [
+        ["info"],
+        ["ls", "--long"],
+        ["show", "step"],
+        ["verify"],
+        ["tree"],
+        ["digest", "--content"],
+        ["diff", "step-10"],
+        ["cp", "new"],
+        ["extract", "new", "--select", "model"],
+        ["rename", "new", "--map", "step=steps"],
+    ],
+    ids=lambda c: c[0],
 )
 def test_no_array_library_is_loaded_but_for_numbers(run_python, step10, command):
     path = Path(step10).absolute()
-    done = run_python(LIGHT, "torch,numpy,ml_dtypes,click", command[0], path, *command[1:])
+    places = {"step-10": path, "new": path.with_name("new")}
+    more = [places.get(word, word) for word in command[1:]]
+    done = run_python(LIGHT, "torch,numpy,ml_dtypes,click", command[0], path, *more)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import nn
 import dsdformat
 import dsdformat.torch as dsd
 from dsdformat.convert import convert, open_any
+from dsdformat.convert.optimizer_names import ModelSection, names_in
+from dsdformat.convert.optimizers import NumberedOptimizer, NumberedParameter
 
 
 class Net(nn.Module):
@@ -178,6 +181,21 @@ def test_numbers_stay_where_there_are_several_ways(tmp_path, case):
     assert same(kept, states(training)["optimizer"])
 
 
+def test_an_optimizer_alone_gets_the_names_of_the_model_that_it_was_chosen_from(tmp_path):
+    training = trained(MAKERS["two groups"])
+    torch.save(states(training), tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "ours", to="dsd", select="optimizer")
+    assert "embed.weight" in dsd.load(tmp_path / "ours")["state"]
+
+
+def test_all_of_a_training_comes_back_from_a_dcp_folder(tmp_path):
+    for case, make in MAKERS.items():
+        folder = tmp_path / case
+        root = dsd.save(folder / "live", trained(make))
+        convert(folder / "live", folder / "dcp", to="dcp")
+        assert convert(folder / "dcp", folder / "again", to="dsd").root == root, case
+
+
 def test_numbers_stay_where_no_model_fits(tmp_path):
     training = trained(MAKERS["adamw"])
     torch.save(states(training)["optimizer"], tmp_path / "alone.pt")
@@ -311,3 +329,39 @@ def test_a_checkpoint_of_ours_is_seen_as_it_is_by_those_who_only_open_it(tmp_pat
     torch.save(states(training), tmp_path / "x.pt")
     with open_any(tmp_path / "x.pt") as opened:
         assert list(opened.tree["optimizer"]["state"]) == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("count", [8, 300, 1000])
+def test_many_groups_that_fit_in_many_ways_are_judged_with_little_memory(count):
+    parameters = tuple(NumberedParameter(number, number, None, {}) for number in range(count))
+    model = ModelSection(("m",), {f"w{number}": (1,) for number in range(count)})
+    tracemalloc.start()
+    found, reason = names_in(NumberedOptimizer(("o",), parameters), [model])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found is None
+    assert "several ways" in reason
+    assert peak < 200 * 2**20
+
+
+STRANGE: dict[str, Any] = {
+    "a number twice": {"state": {}, "param_groups": [{"params": [0, 0]}]},
+    "numbers and names": {"state": {}, "param_groups": [{"params": [0, "a"]}]},
+    "groups that are none": {"state": {}, "param_groups": [1]},
+    "params that are none": {"state": {}, "param_groups": [{"params": 3}]},
+    "flags": {"state": {}, "param_groups": [{"params": [True]}]},
+    "no groups": {"state": {0: {}}, "param_groups": []},
+    "state of a number": {"state": {0: 5}, "param_groups": [{"params": [0]}]},
+    "state of a name": {"state": {"a": 5}, "param_groups": [{"params": ["a"]}]},
+    "state that is a list": {"state": [1], "param_groups": [{"params": [0]}]},
+    "flat and nested": {"state.a": 1, "param_groups.a.lr": 1},
+    "flat without names": {"state.a": 1, "param_groups.": 1},
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_what_only_looks_like_an_optimizer_stays_as_it_is(tmp_path, case):
+    state = {"m": {"w": torch.ones(2)}, "o": STRANGE[case]}
+    torch.save(state, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "ours", to="dsd")
+    assert dsd.load(tmp_path / "ours")["o"] == STRANGE[case]

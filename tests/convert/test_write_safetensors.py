@@ -18,10 +18,12 @@ from samples import KINDS, trained, written
 
 import dsdformat
 import dsdformat.torch as dsd
-from dsdformat.convert import Kind, convert, find_kind, open_any
+from dsdformat.boxes import flat_boxes
+from dsdformat.convert import Kind, convert, copying, find_kind, open_any
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
 from dsdformat.modelfiles import TIES_KEY, FileTensor, by_use, parse_size, plan_files
+from dsdformat.storage.local import LocalStorage
 
 TORCH = [name for name in DTYPES if hasattr(torch, name)]
 LACKING = {"complex32", "complex128"} | {n for n in TORCH if n.startswith(("int", "uint"))} - {
@@ -526,3 +528,76 @@ def test_memory_is_a_few_pieces_whatever_the_size(tmp_path, monkeypatch):
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 28 * MIB
+
+
+# Pieces
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tensors_that_ranks_cut_in_any_way_are_copied_exactly(tmp_path, monkeypatch, seed):
+    """Flat ranges as FSDP1 has them, rows, and columns; in pieces of a few elements."""
+    monkeypatch.setattr(copying, "PIECE_NBYTES", 48)
+    monkeypatch.setattr(copying, "WIDE_NBYTES", 96)
+    rng, ranks = random.Random(seed), 3
+    writer = dsdformat.create(tmp_path / "a", world_size=ranks)
+    joined = dsdformat.Writer.join
+    writers = [writer, *(joined(writer.staging, rank=r, world_size=ranks) for r in range(1, ranks))]
+    state = {}
+    for number in range(6):
+        shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 4)))
+        whole = np.arange(number, number + int(np.prod(shape)), dtype=np.int16).reshape(shape)
+        state[f"t{number}"] = torch.from_numpy(whole)
+        for rank, boxes in enumerate(boxes_of(rng, shape, ranks)):
+            chunks = [
+                (box, whole[tuple(map(slice, box.offset, box.end))].tobytes()) for box in boxes
+            ]
+            source = dsdformat.TensorSource("int16", shape, chunks)
+            writers[rank].add({f"t{number}": source})
+    writer.commit([one.finish() for one in writers[1:]])
+    for to in ("huggingface", "dsd"):
+        convert(tmp_path / "a", tmp_path / to, to=to, **({} if to == "dsd" else {"ties": "drop"}))
+    same(tmp_path / "huggingface" / "model.safetensors", state)
+    back = dsd.load(tmp_path / "dsd")
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+def boxes_of(rng: random.Random, shape: tuple[int, ...], ranks: int) -> list[list[dsdformat.Box]]:
+    numel = int(np.prod(shape))
+    cuts = [0, *sorted(rng.randint(0, numel) for _ in range(ranks - 1)), numel]
+    dim = rng.randrange(-1, len(shape))
+    if dim < 0:
+        return [flat_boxes(shape, *cuts[at : at + 2]) for at in range(ranks)]
+    step = -(-shape[dim] // ranks)
+    parts = []
+    for rank in range(ranks):
+        begin, end = min(rank * step, shape[dim]), min((rank + 1) * step, shape[dim])
+        offset = tuple(begin if at == dim else 0 for at in range(len(shape)))
+        part = tuple(end - begin if at == dim else size for at, size in enumerate(shape))
+        parts.append([dsdformat.Box(offset, part)] if end > begin else [])
+    return parts
+
+
+@pytest.mark.parametrize("to", ["huggingface", "dsd"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_no_block_of_ours_is_read_much_more_than_once(tmp_path, monkeypatch, to, dim):
+    """Though rows do not divide blocks, nor shards pieces."""
+    shape, ranks = (5000, 2002), 2
+    part = (2500, 2002) if dim == 0 else (5000, 1001)
+    writer = dsdformat.create(tmp_path / "a", world_size=ranks)
+    other = dsdformat.Writer.join(writer.staging, rank=1, world_size=ranks)
+    for rank, one in enumerate((writer, other)):
+        offset = (2500 * rank, 0) if dim == 0 else (0, 1001 * rank)
+        data = np.full(part, rank, np.float32)
+        chunk = [(dsdformat.Box(offset, part), data)]
+        one.add({"w": dsdformat.TensorSource("float32", shape, chunk)})
+    writer.commit([other.finish()])
+    read = []
+    read_into = LocalStorage.read_into
+
+    def counted(self: LocalStorage, label: str, at: int, into: memoryview) -> int:
+        read.append(len(into))
+        return read_into(self, label, at, into)
+
+    monkeypatch.setattr(LocalStorage, "read_into", counted)
+    convert(tmp_path / "a", tmp_path / "out", to=to)
+    assert sum(read) < 1.1 * 4 * 5000 * 2002

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from forge import PAYLOAD, pickled, torch_zip
 from samples import VALUES, trained
 from test_torch_files import ARRAYS, DTYPES, LAYOUTS, SPARSE, bits
 from torch import nn
@@ -122,6 +123,22 @@ def test_what_python_keeps_on_a_state_dict_is_kept_from_file_to_file(tmp_path):
     fresh = nn.BatchNorm1d(2)
     fresh.load_state_dict(loaded)
     assert torch.equal(fresh.weight, state["weight"])
+
+
+@pytest.mark.parametrize("piece", [40, 1000, 4096])
+def test_long_tensors_are_written_in_pieces_in_every_order(trip, monkeypatch, piece):
+    for module in ("copying", "packed"):
+        monkeypatch.setattr(f"dsdformat.convert.{module}.PIECE_NBYTES", piece)
+    images = torch.rand(3, 5, 7, 11)
+    state = {
+        "plain": images,
+        "last": images.contiguous(memory_format=torch.channels_last),
+        "turned": torch.randn(37, 41, dtype=torch.complex128).t(),
+        "halves": torch.randn(13, 17).half().t(),
+    }
+    loaded = trip(state)
+    assert all(torch.equal(loaded[name], one) for name, one in state.items())
+    assert all(loaded[name].stride() == one.stride() for name, one in state.items())
 
 
 def test_the_file_is_built_as_torch_builds_it(tmp_path):
@@ -266,3 +283,13 @@ def test_roots_that_are_no_dict_of_names_keep_their_form(tmp_path: Path):
     loaded = torch.load(tmp_path / "b.pt")
     assert type(loaded) is list
     assert loaded[1] == {"a": 1}
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "dsd"])
+def test_a_hostile_file_is_converted_to_nothing(tmp_path, to):
+    archive = torch_zip(pickled(PAYLOAD))
+    (tmp_path / "x.pt").write_bytes(archive)
+    with pytest.raises(dsdformat.ConvertError) as caught:
+        convert(tmp_path / "x.pt", tmp_path / "out", to=to)
+    assert caught.value.code == "unknown_global"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.pt"]

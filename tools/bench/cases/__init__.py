@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from bench.case import Case
 from bench.cases.background import BACKGROUND, BACKGROUND_FIRST, BACKGROUND_SMALL
+from bench.cases.converting import CONVERT
 from bench.cases.loading import LOAD, LOAD_COLD, LOAD_SMALL
 from bench.cases.opening import OPEN_ONE
 from bench.cases.optimizers import LOAD_FRESH, LOAD_STEPPED, SAVE_FRESH, SAVE_STEPPED
@@ -35,6 +36,7 @@ CASES = (
     PLAN_MERGE,
     PLAN_LOAD,
     PLAN_MESH,
+    CONVERT,
 )
 
 

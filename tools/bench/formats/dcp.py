@@ -12,7 +12,7 @@ from bench.formats.format import Format
 if TYPE_CHECKING:
     from bench.states import State
 
-__all__ = ["DCP"]
+__all__ = ["DCP", "alone"]
 
 
 def save(path: Path, state: State) -> None:
@@ -21,7 +21,7 @@ def save(path: Path, state: State) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
     writer = FileSystemWriter(path, sync_files=False)
-    dcp_save(tree_of(state), storage_writer=writer, **_alone(dcp_save))
+    dcp_save(tree_of(state), storage_writer=writer, **alone(dcp_save))
 
 
 def load(path: Path, state: State) -> None:
@@ -30,7 +30,7 @@ def load(path: Path, state: State) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
     tree = tree_of(state)
-    dcp_load(tree, checkpoint_id=path, **_alone(dcp_load))  # in place: the model is done
+    dcp_load(tree, checkpoint_id=path, **alone(dcp_load))  # in place: the model is done
     if state.optimizer is not None:
         set_optimizer_state_dict(state.module, state.optimizer, tree["optimizer"])
 
@@ -40,10 +40,10 @@ def read_one(path: Path, state: State, index: int) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
     parameter = list(state.module.parameters())[index].detach()
-    dcp_load({"model": {state.name(index): parameter}}, checkpoint_id=path, **_alone(dcp_load))
+    dcp_load({"model": {state.name(index): parameter}}, checkpoint_id=path, **alone(dcp_load))
 
 
-def _alone(function: Callable[..., Any]) -> dict[str, bool]:
+def alone(function: Callable[..., Any]) -> dict[str, bool]:
     """Say that there is one process; torch 2.6 knows no such option, and finds out itself."""
     return {"no_dist": True} if "no_dist" in inspect.signature(function).parameters else {}
 

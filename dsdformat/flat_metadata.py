@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dsdformat.errors import ArgumentError, shorten
-from dsdformat.torch.flat_layout import FlatLayout
+from dsdformat.flat_layout import FlatLayout
 
 __all__ = ["Instance", "Metadata", "Part", "clean_path", "parse_metadata"]
 
