@@ -18,6 +18,7 @@ import dsdformat
 import dsdformat.torch as dsd
 from dsdformat.errors import DistributedError, DsdError, RankDisagreementError
 from dsdformat.storage import mailbox
+from dsdformat.storage.target import FileSink
 from tests.ranks.counting import counted
 from tests.ranks.layouts import OPTIMIZERS, Net, Tied, build, everywhere, train
 from tests.ranks.test_save_load import shared
@@ -190,7 +191,7 @@ def save_and_die(path: str, killed: int, limit: float, strangers: bool) -> str:
     rank = distributed.get_rank()
     state = trained("fsdp2")
     if rank == killed:
-        os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+        FileSink.close = lambda sink: os.kill(os.getpid(), signal.SIGKILL)
     if strangers:  # as on machines of which none sees the locks of another
         mailbox._machine = f"machine {rank}".encode
     how = dsd.Background(limit=timedelta(seconds=limit))
