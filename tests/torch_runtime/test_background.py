@@ -411,6 +411,7 @@ def test_memory_is_kept_until_it_is_freed_and_nothing_else_is(tmp_path, full_dis
     buffer = background._state.buffer
     assert buffer._memory is not None
     place, nbytes = buffer._memory.data_ptr(), buffer.nbytes
+    gc.collect()  # files that others have left open
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(20):
         dsd.save(tmp_path / "0", state, background=True, overwrite=True)

@@ -795,11 +795,22 @@ def test_an_optimizer_that_the_checkpoint_lacks_is_missing(tmp_path):
     assert len(optimizer.state) == 4
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_state_dict_of_torch_where_an_optimizer_is_wanted_is_a_mismatch(strict, tmp_path):
+def test_a_state_dict_of_torch_goes_to_the_parameters_at_its_places(tmp_path):
     model, optimizer = trained()
     dsd.save(tmp_path / "c", {"model": model, "optimizer": optimizer.state_dict()})
     resumed, other = trained(1)
+    dsd.load(tmp_path / "c", {"model": resumed, "optimizer": other})
+    assert_same(other.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_state_dict_of_torch_of_other_groups_is_a_mismatch(strict, tmp_path):
+    model, optimizer = trained()
+    dsd.save(tmp_path / "c", {"model": model, "optimizer": optimizer.state_dict()})
+    resumed, other = trained(1)
+    spare = torch.nn.Parameter(torch.ones(2))
+    resumed.register_parameter("spare", spare)
+    other.add_param_group({"params": [spare]})
     state = {"model": resumed, "optimizer": other}
     before = dsd.snapshot(state)["optimizer"]
     if strict:
