@@ -28,12 +28,13 @@ from dsdformat.errors import (
     NotACheckpointError,
     Problem,
     RankDisagreementError,
+    SignatureError,
     StorageError,
     TimeLimitError,
     UnsupportedValueError,
     VersionError,
 )
-from dsdformat.folders import create, open, verify
+from dsdformat.folders import create, latest, open, sign, verify
 from dsdformat.format.frame import FORMAT_VERSION
 from dsdformat.format.manifest import Mesh
 from dsdformat.format.values import Named, Scalar, Size
@@ -72,6 +73,7 @@ __all__ = [
     "RankDisagreementError",
     "Report",
     "Scalar",
+    "SignatureError",
     "Size",
     "StorageError",
     "TensorEntry",
@@ -82,6 +84,8 @@ __all__ = [
     "Writer",
     "__version__",
     "create",
+    "latest",
     "open",
+    "sign",
     "verify",
 ]

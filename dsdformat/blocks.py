@@ -125,9 +125,9 @@ class BlockReader:
         else:
             self._workers.run(tasks)
 
-    def check_file(self, index: int) -> None:
-        """Compare the length of a data file with the manifest, once (R-10.3)."""
-        if index in self._checked:
+    def check_file(self, index: int, *, anew: bool = False) -> None:
+        """Compare the length of a data file with the manifest, once (R-10.3), or once more."""
+        if index in self._checked and not anew:
             return
         file = self._body.files[index]
         nbytes = self._storage.nbytes(file.label)

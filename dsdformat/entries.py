@@ -130,7 +130,9 @@ class TensorEntry:
     def map(self, *, writable: bool = False) -> memoryview:
         """Return the tensor's bytes in the file, without a copy and without verification.
 
-        Pages are read when they are touched. Valid after the checkpoint is closed.
+        Pages are read when they are touched. Valid after the checkpoint is closed, and when the
+        file loses its name; whoever cuts the file itself short ends the processes that touch what
+        was cut off (SIGBUS).
 
         Args:
             writable: Whether the view may be written to. Pages that are written are copied
@@ -139,6 +141,7 @@ class TensorEntry:
 
         Raises:
             ArgumentError: `cannot_map`: compressed, several chunks, or a storage without maps.
+            FormatError: `file_size_mismatch`.
 
         Ranks: local.
         Memory: none of its own, but pages that are written to.

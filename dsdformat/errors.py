@@ -32,6 +32,7 @@ __all__ = [
     "NotACheckpointError",
     "Problem",
     "RankDisagreementError",
+    "SignatureError",
     "StorageError",
     "TimeLimitError",
     "UnsupportedValueError",
@@ -156,6 +157,10 @@ class LimitError(FormatError):
 
 class ChecksumError(FormatError):
     """Report bytes that do not have their digest."""
+
+
+class SignatureError(FormatError):
+    """Report a checkpoint that the expected key has not signed."""
 
 
 class ArgumentError(DsdError, ValueError):
@@ -323,6 +328,7 @@ CODES: dict[str, type[DsdError]] = {
     "chunk_out_of_bounds": LayoutError, "chunk_order": LayoutError,
     "chunk_overlap": LayoutError, "chunk_hole": LayoutError, "empty_chunk": LayoutError,
     "bad_block_index": LayoutError, "byte_range_mismatch": LayoutError,
+    "not_signed": SignatureError, "bad_signature": SignatureError,
     "entry_not_found": EntryNotFoundError, "not_a_tensor": EntryNotFoundError,
     "box_out_of_bounds": ArgumentError, "bad_argument": ArgumentError,
     "closed": ArgumentError, "cannot_map": ArgumentError,

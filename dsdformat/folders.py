@@ -1,4 +1,4 @@
-"""Checkpoints in folders of a file system: open, create, verify.
+"""Checkpoints in folders of a file system: open, create, verify, sign, and the latest of a run.
 
 The functions that `dsdformat` offers; they join a local folder to the reader, the writer and the
 verifier, which know no paths.
@@ -7,19 +7,37 @@ verifier, which know no paths.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
 
-from dsdformat.errors import ArgumentError, FormatError, shorten
+from dsdformat.errors import (
+    ArgumentError,
+    FormatError,
+    IncompleteError,
+    NotACheckpointError,
+    shorten,
+)
 from dsdformat.format.digests import parse_digest
 from dsdformat.format.values import Leaf
-from dsdformat.limits import BLOCK_NBYTES_DEFAULT
+from dsdformat.limits import BLOCK_NBYTES_DEFAULT, SIGNATURES_LABEL, SIGNATURES_NBYTES_MAX
 from dsdformat.reader import Checkpoint
-from dsdformat.storage.local import LocalStorage
-from dsdformat.storage.target import LocalTarget
+from dsdformat.signing import (
+    Key,
+    check_signed,
+    emit_signatures,
+    parse_signatures,
+    public_key,
+    sign_root,
+)
+from dsdformat.storage.base import Storage
+from dsdformat.storage.local import LocalStorage, find_names
+from dsdformat.storage.target import LocalTarget, replace_file
 from dsdformat.verify import Progress, Report, verify_storage
 from dsdformat.writer import Codec, Writer
 
-__all__ = ["PathLike", "create", "open", "verify"]
+__all__ = ["PathLike", "create", "latest", "open", "sign", "verify"]
 
 PathLike = str | os.PathLike[str]
 
@@ -29,6 +47,7 @@ def open(
     *,
     verify: bool = True,
     digest: str | None = None,
+    pubkey: Key | None = None,
     threads: int | None = None,
 ) -> Checkpoint:
     """Open a checkpoint for reading.
@@ -39,23 +58,34 @@ def open(
         path: The checkpoint's folder.
         verify: Whether reads compare blocks with their digests.
         digest: The root digest that the checkpoint must have, 64 hexadecimal digits.
+        pubkey: An Ed25519 key that must have signed the checkpoint: a PEM file, its contents, 32
+            bytes, or 64 hexadecimal digits.
         threads: How many threads read; up to 8 if None.
 
     Raises:
         NotACheckpointError: `no_manifest` or `bad_magic`.
         FormatError: the manifest breaks the spec, or is another one than `digest` says.
+        SignatureError: `not_signed` or `bad_signature`.
         StorageError: the operating system reported an error.
 
     Ranks: local.
     Memory: the manifest's body, and 40 bytes per tensor.
     """
     expected = _parse_digest(digest)
-    storage = LocalStorage(path)
-    try:
-        return Checkpoint(storage, verify=verify, digest=expected, threads=threads)
-    except BaseException:
-        storage.close()
-        raise
+    signer = None if pubkey is None else public_key(pubkey)
+    while True:
+        storage = LocalStorage(path)
+        try:
+            checkpoint = Checkpoint(storage, verify=verify, digest=expected, threads=threads)
+            if signer is not None:
+                check_signed(bytes.fromhex(checkpoint.root), signer, _signatures(storage))
+            return checkpoint
+        except BaseException as error:
+            storage.close()
+            if not isinstance(error, IncompleteError | NotACheckpointError):
+                raise
+            if not storage.is_replaced():  # or its manifest was removed before it was opened
+                raise
 
 
 def create(
@@ -112,6 +142,7 @@ def verify(
     path: PathLike,
     *,
     digest: str | None = None,
+    pubkey: Key | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -121,6 +152,7 @@ def verify(
         path: The checkpoint's folder.
         digest: The root digest that it must have. Without one, a person who rewrote the data
             and its digests goes unnoticed.
+        pubkey: An Ed25519 key that must have signed the checkpoint, as in `open`.
         threads: How many threads read and hash; up to 8 if None.
         progress: Called with bytes done and bytes in all.
 
@@ -134,11 +166,97 @@ def verify(
     Memory: one block per thread, and the chunk tables.
     """
     expected = _parse_digest(digest)
+    signer = None if pubkey is None else public_key(pubkey)
+    while True:
+        try:
+            if signer is not None:  # before data is read that nobody vouches for
+                with open(path, digest=digest, pubkey=signer) as signed:
+                    expected = bytes.fromhex(signed.root)
+            storage = LocalStorage(path)
+        except FormatError as error:
+            return Report(str(path), problems=error.problems)
+        report = verify_storage(storage, expected_root=expected, threads=threads, progress=progress)
+        if report.ok or not storage.is_replaced():  # or files were removed before they were read
+            return report
+
+
+def sign(path: PathLike, key: Key, *, digest: str | None = None) -> str:
+    """Sign a checkpoint: vouch for its root digest with a key, beside other signatures.
+
+    The signature goes into `manifest.dsd.sig`, and changes nothing else. Nothing is verified but
+    the manifest: verify the checkpoint first, unless `digest` came from whoever saved it.
+
+    Args:
+        path: The checkpoint's folder.
+        key: A private Ed25519 key: a PEM file without a password, its contents, or 32 bytes.
+        digest: The root digest that the checkpoint must have.
+
+    Returns:
+        The public key, 64 hexadecimal digits, as `pubkey` of `open` takes it.
+
+    Raises:
+        ArgumentError: `bad_argument`: not such a key.
+        FormatError: as `open`; `bad_signature` if the file of signatures is malformed.
+        StorageError: the file of signatures cannot be written.
+
+    Ranks: local; one rank signs.
+    Memory: the manifest's body.
+    """
+    with open(path, digest=digest) as checkpoint:
+        public, signature = sign_root(bytes.fromhex(checkpoint.root), key)
+        storage = checkpoint.table.storage
+        signatures = {**_signatures(storage), public: signature}
+        replace_file(Path(storage.name) / SIGNATURES_LABEL, emit_signatures(signatures))
+    return public.hex()
+
+
+def _signatures(storage: Storage) -> dict[bytes, bytes]:
+    """Read the file of signatures; none is checked. No file is no signature."""
     try:
-        storage = LocalStorage(path)
-    except FormatError as error:
-        return Report(str(path), problems=error.problems)
-    return verify_storage(storage, expected_root=expected, threads=threads, progress=progress)
+        nbytes = storage.nbytes(SIGNATURES_LABEL)
+    except IncompleteError:
+        return {}
+    data = bytearray(min(nbytes, SIGNATURES_NBYTES_MAX))
+    storage.read_into(SIGNATURES_LABEL, 0, memoryview(data))
+    return parse_signatures(bytes(data))
+
+
+def latest(folder: PathLike, *, name: str = "*") -> Path | None:
+    """Find the newest checkpoint of a run: the one of the highest step in its name.
+
+    Names are compared by the numbers in them, one after another, so `step-1000` is newer than
+    `step-999`, and `epoch=2-step=5` newer than `epoch=1-step=900`. Names without a number, hidden
+    ones, and folders that hold no complete manifest are passed over. No tensor is read.
+
+    Args:
+        folder: Where the checkpoints of the run are. It may be missing, before the first save.
+        name: Which names count, as a pattern: `step-*` where `best-7` lies beside.
+
+    Returns:
+        The path of the checkpoint, as `open` and `load` take it; None if there is none.
+
+    Raises:
+        FormatError: the newest one is damaged, or of a newer version of the format.
+        StorageError: the operating system reported an error.
+
+    Ranks: local; one rank finds it and tells the others, since a save may end in between.
+    Memory: the names, and a manifest's body.
+    """
+    place = Path(folder)
+    found = ((_numbers(one), one) for one in find_names(place) if fnmatchcase(one, name))
+    for numbers, one in sorted(found, reverse=True):
+        if not numbers:
+            break
+        try:
+            open(place / one).close()
+        except (NotACheckpointError, IncompleteError):
+            continue
+        return place / one
+    return None
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall("[0-9]{1,18}", name)))
 
 
 def _parse_digest(text: str | None) -> bytes | None:

@@ -20,6 +20,7 @@ from dsdformat.format.decoding import Hooks
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import Named, Scalar
+from dsdformat.signing import Key
 from dsdformat.sources import TensorSource
 from dsdformat.writer import Codec
 
@@ -133,6 +134,7 @@ def load(
     *,
     verify: bool = True,
     digest: str | None = None,
+    pubkey: Key | None = None,
     threads: int | None = None,
 ) -> Any:
     """Load a whole checkpoint as a nested state of new arrays.
@@ -141,6 +143,7 @@ def load(
         path: The checkpoint's folder.
         verify: Whether to compare data with its digests.
         digest: The root digest that the checkpoint must have.
+        pubkey: An Ed25519 key that must have signed the checkpoint; see `dsdformat.open`.
         threads: How many threads read; up to 8 if None.
 
     Returns:
@@ -148,12 +151,14 @@ def load(
         that numpy lacks is a structured dtype with one field of its name.
 
     Raises:
-        FormatError: the checkpoint is damaged; see `dsdformat.open`.
+        FormatError: the checkpoint is damaged, or not signed; see `dsdformat.open`.
 
     Ranks: local.
     Memory: the arrays, and one block per thread.
     """
-    with folders.open(path, verify=verify, digest=digest, threads=threads) as checkpoint:
+    with folders.open(
+        path, verify=verify, digest=digest, pubkey=pubkey, threads=threads
+    ) as checkpoint:
         arrays = [np.empty(entry.shape, _DTYPES[entry.dtype]) for entry in checkpoint]
         checkpoint.read_all([_bytes_of(array) for array in arrays])
         return checkpoint.tree(_hooks(arrays))

@@ -200,7 +200,8 @@ class TensorTable:
                 hint="read it instead",
             )
         chunk = row.chunks[0]
-        self.blocks.check_file(chunk.file)
+        # A map that is longer than its file ends the process when it is touched.
+        self.blocks.check_file(chunk.file, anew=True)
         view = self.storage.map(self.body.files[chunk.file].label, writable=writable)
         if view is None:
             raise ArgumentError(f"{self.storage.name} has no maps", code="cannot_map")

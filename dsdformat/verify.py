@@ -15,7 +15,7 @@ from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
 from dsdformat.format.manifest import DataFile, SideFile
 from dsdformat.format.payload import HeaderEntry, chunk_key, header_json
 from dsdformat.garbage import paused_gc
-from dsdformat.limits import MANIFEST_LABEL, MIB
+from dsdformat.limits import MANIFEST_LABEL, MIB, SIGNATURES_LABEL
 from dsdformat.reader import Checkpoint
 from dsdformat.storage.base import Storage
 from dsdformat.workers import Task, Workers
@@ -80,7 +80,7 @@ def verify_storage(
             problems = verifier.run()
         except FormatError as error:  # a page of a column
             problems = list(error.problems)
-        listed = {MANIFEST_LABEL, *checkpoint.data_files, *checkpoint.side_files}
+        listed = {MANIFEST_LABEL, SIGNATURES_LABEL, *checkpoint.data_files, *checkpoint.side_files}
         return Report(
             storage.name,
             root=checkpoint.root,

@@ -35,6 +35,7 @@ from dsdformat.limits import (
     BODY_NBYTES_MAX,
     MANIFEST_LABEL,
     MIB,
+    SIGNATURES_LABEL,
 )
 from dsdformat.parts import (
     Part,
@@ -338,7 +339,7 @@ class Writer(PartWriter):
             data: Its contents.
         """
         self._check_open()
-        taken = {MANIFEST_LABEL, *(side.label.lower() for side in self._sides)}
+        taken = {MANIFEST_LABEL, SIGNATURES_LABEL, *(side.label.lower() for side in self._sides)}
         if not is_label(label) or label.lower() in taken or label.lower().endswith(".safetensors"):
             raise ArgumentError(
                 f"{shorten(label)} cannot be the label of a side file", code="bad_argument"

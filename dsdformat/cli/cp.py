@@ -21,7 +21,8 @@ __all__ = ["HELP", "cp"]
 HELP = """Copy a checkpoint of ours, and verify the copy before it appears.
 
 Every byte is copied: ranks, placements, chunks, codecs and the root digest
-stay as they are. Files that do not belong to the checkpoint are left behind.
+stay as they are, with the signatures over it. Files that do not belong to the
+checkpoint are left behind.
 Damage is told with its place, and then nothing is made.
 
 \b

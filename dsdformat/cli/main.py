@@ -29,7 +29,7 @@ __all__ = ["main", "make_app"]
 FINE, BAD, USAGE, IO, INTERNAL, INTERRUPTED = 0, 1, 2, 3, 70, 130
 PROBLEMS_SHOWN = 10
 
-HELP = """Look at checkpoints, check, compare, change and convert them.
+HELP = """Look at checkpoints, check, sign, compare, change and convert them.
 
 \b
 Examples:
@@ -100,6 +100,7 @@ def make_app() -> typer.Typer:
         plan,
         rename,
         show,
+        sign,
         stats,
         tree,
         verify,
@@ -118,6 +119,7 @@ def make_app() -> typer.Typer:
     app.command("tree", help=tree.HELP)(tree.tree)
     app.command("stats", help=stats.HELP)(stats.stats)
     app.command("verify", help=verify.HELP)(verify.verify)
+    app.command("sign", help=sign.HELP)(sign.sign)
     app.command("digest", help=digest.HELP)(digest.digest)
     app.command("diff", help=diff.HELP)(diff.diff)
     app.command("cp", help=cp.HELP)(cp.cp)

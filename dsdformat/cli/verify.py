@@ -23,9 +23,9 @@ __all__ = ["HELP", "verify"]
 
 HELP = """Check every byte of a checkpoint, and report all that is wrong.
 
-Exits with 1 if something is. Without --digest, a person who rewrote the data and its digests
-goes unnoticed. Of another kind of file, the checksums that it has are compared. Where it has
-none, that is told, and the exit code is 1 too.
+Exits with 1 if something is. Without --digest or --pubkey, a person who rewrote the data and its
+digests goes unnoticed. Of another kind of file, the checksums that it has are compared. Where it
+has none, that is told, and the exit code is 1 too.
 
 \b
 Example:
@@ -56,6 +56,10 @@ def verify(
     digest: Annotated[
         str | None, typer.Option(metavar="HEX", help="The root digest that it must have.")
     ] = None,
+    pubkey: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="A key that must have signed it: a PEM file, or hex."),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="How many threads read and hash.")
     ] = None,
@@ -66,8 +70,8 @@ def verify(
     began = time.perf_counter()
     lost = not is_ours(ckpt) and find_kind(ckpt) is Kind.SAFETENSORS_FOLDER
     if not is_ours(ckpt) and not lost:
-        return _verify_other(out, ckpt, digest, json=json)
-    report = _run(out, str(ckpt), digest, threads)
+        return _verify_other(out, ckpt, digest, pubkey, json=json)
+    report = _run(out, str(ckpt), digest=digest, pubkey=pubkey, threads=threads)
     seconds = time.perf_counter() - began
     out.exit_code = 0 if report.ok else 1
     if lost:
@@ -86,12 +90,13 @@ def verify(
     return out.exit_code
 
 
-def _verify_other(out: Output, ckpt: Path, digest: str | None, *, json: bool) -> int:
+def _verify_other(
+    out: Output, ckpt: Path, digest: str | None, pubkey: str | None, *, json: bool
+) -> int:
     """Compare what there are of checksums in another kind of file; errors say what is wrong."""
-    if digest is not None:
-        raise ArgumentError(
-            f"{ckpt} is no folder of ours, and has no root digest", code="bad_argument"
-        )
+    if digest is not None or pubkey is not None:
+        lacks = "root digest" if digest is not None else "signature"
+        raise ArgumentError(f"{ckpt} is no folder of ours, and has no {lacks}", code="bad_argument")
     with open_source(ckpt) as source:
         began = time.perf_counter()
         compared = source.verify()
@@ -126,9 +131,9 @@ def _verify_other(out: Output, ckpt: Path, digest: str | None, *, json: bool) ->
     return out.exit_code
 
 
-def _run(out: Output, ckpt: str, digest: str | None, threads: int | None) -> Report:
+def _run(out: Output, ckpt: str, **options: Any) -> Report:
     with progress_bar(out, "verifying") as progress:
-        return dsdformat.verify(ckpt, digest=digest, threads=threads, progress=progress)
+        return dsdformat.verify(ckpt, progress=progress, **options)
 
 
 def _print_good(out: Output, ckpt: str, report: Report, seconds: float) -> None:

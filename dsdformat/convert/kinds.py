@@ -89,7 +89,7 @@ def find_kind(path: PathLike) -> Kind:
     Memory: the directory of a zip file.
     """
     if os.path.isdir(path):
-        return _kind_of_folder(os.fspath(path), set(os.listdir(path)))
+        return _kind_of_folder(os.fspath(path), set(Folder(path).names()))
     folder, name = _split(path)
     try:
         return _kind_of_file(folder.file(name))

@@ -14,6 +14,7 @@ from dsdformat.errors import ArgumentError, ConvertError, shorten
 from dsdformat.folders import PathLike
 from dsdformat.limits import MANIFEST_LABEL
 from dsdformat.reader import Checkpoint
+from dsdformat.signing import Key
 
 __all__ = ["Paths", "open_origin"]
 
@@ -28,23 +29,30 @@ def open_origin(
     *,
     verify: bool = True,
     digest: str | None = None,
+    pubkey: Key | None = None,
     threads: int | None = None,
     unknown: Policy = "refuse",
 ) -> Checkpoint | ForeignReader:
     """Open what a path is, by its content.
 
     Raises:
-        ArgumentError: `bad_argument`: a digest is asked of what has none.
+        ArgumentError: `bad_argument`: a digest or a signature is asked of what has none.
         ConvertError: it is of no kind that is known, or is not what it says.
         FormatError: see `dsdformat.open`; `no_manifest` for a folder that is nothing else.
     """
     if not isinstance(path, Mapping) and not _is_foreign(path):
-        return folders.open(path, verify=verify, digest=digest, threads=threads)
+        return folders.open(path, verify=verify, digest=digest, pubkey=pubkey, threads=threads)
     if digest is not None:
         raise ArgumentError(
             "digest is the root digest of a checkpoint of ours; a foreign one has none",
             code="bad_argument",
             hint="save what was loaded as a checkpoint of ours, and keep its digest",
+        )
+    if pubkey is not None:
+        raise ArgumentError(
+            "pubkey is a key that has signed a checkpoint of ours; a foreign one has no signatures",
+            code="bad_argument",
+            hint="save what was loaded as a checkpoint of ours, and sign that",
         )
     if not isinstance(path, Mapping):
         return ForeignReader(open_foreign(path, unknown=unknown), threads=threads)

@@ -20,7 +20,7 @@ from dsdformat.convert.outputs import Meter, Progress
 from dsdformat.convert.own import StoredTensor
 from dsdformat.convert.write_dsd import counted
 from dsdformat.errors import ArgumentError, MismatchError, listed, printable, shorten
-from dsdformat.limits import BLOCK_NBYTES_DEFAULT, MANIFEST_LABEL, MIB
+from dsdformat.limits import BLOCK_NBYTES_DEFAULT, MANIFEST_LABEL, MIB, SIGNATURES_LABEL
 from dsdformat.sources import TensorSource
 from dsdformat.storage.base import Storage
 from dsdformat.storage.local import LocalStorage
@@ -102,8 +102,8 @@ def copy(
 ) -> str:
     """Copy a checkpoint of ours byte for byte; what was copied is verified before it exists.
 
-    Ranks, placements, chunks and codecs stay as they are, and so does the root digest. Files that
-    do not belong to the checkpoint are not copied.
+    Ranks, placements, chunks and codecs stay as they are, and so does the root digest, with the
+    signatures over it. Files that do not belong to the checkpoint are not copied.
 
     Args:
         src, dst: The folders; parents of the second are made.
@@ -130,6 +130,8 @@ def copy(
     with folders.open(src, digest=digest) as checkpoint:
         labels = [MANIFEST_LABEL, *checkpoint.data_files, *checkpoint.side_files]
         storage = checkpoint.table.storage
+        if SIGNATURES_LABEL in storage.labels():
+            labels.append(SIGNATURES_LABEL)
         data = sum(checkpoint.data_files.values())
         total = sum(map(storage.nbytes, labels))
         target = LocalTarget(dst, overwrite=overwrite)

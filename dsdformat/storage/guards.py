@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dsdformat.errors import listed, printable
-from dsdformat.limits import MANIFEST_LABEL
+from dsdformat.limits import MANIFEST_LABEL, SIGNATURES_LABEL
 
 __all__ = ["Guard", "folder_guard", "no_checkpoint"]
 
@@ -16,7 +16,7 @@ Guard = Callable[[Path], str | None]
 
 # Files of folders of checkpoints of any kind; others are a person's.
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".index.json")
-_NAMES = (".metadata", MANIFEST_LABEL)
+_NAMES = (".metadata", MANIFEST_LABEL, SIGNATURES_LABEL)
 
 
 def no_checkpoint(path: Path) -> str | None:

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from dsdformat.errors import ArgumentError, Problem, StorageError
 
-__all__ = ["LocalStorage", "replaced_path", "storage_errors"]
+__all__ = ["LocalStorage", "find_names", "replaced_path", "storage_errors"]
 
 OPEN_FILES_MAX = 64
+_REPLACED = ".dsd-replaced"
 _READ_MAX = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call
 
 
@@ -38,20 +39,37 @@ class LocalStorage:
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._lock = threading.Lock()
         self._folder: int | None = None
-        self._closed = False
-        if not _is_folder(self._path):
-            replaced = replaced_path(self._path)
-            if os.path.lexists(self._path) or not _is_folder(replaced):
-                raise _no_folder(self._path)
-            self._path = replaced
-        if os.open in os.supports_dir_fd:
+        self._closed = self._replaced = False
+        self._name = self._path
+        for last in (False, False, False, True):
+            self._path = _find_folder(self._name)
+            if os.open not in os.supports_dir_fd:
+                break
             with storage_errors(self._path):
-                self._folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    self._folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                    break
+                except FileNotFoundError:  # it was replaced just now
+                    if last:
+                        raise
 
     @property
     def name(self) -> str:
         """How messages call the folder."""
         return str(self._path)
+
+    def is_replaced(self) -> bool:
+        """Whether another folder has its name by now; once closed, whether one had it then.
+
+        Its files may be gone: who sees one missing can open the other.
+        """
+        if self._folder is not None:
+            try:
+                here = os.stat(self._name)
+            except OSError:
+                return False
+            self._replaced = not os.path.samestat(here, os.fstat(self._folder))
+        return self._replaced
 
     def labels(self) -> list[str]:
         """List the files of the folder, in ascending order."""
@@ -81,6 +99,7 @@ class LocalStorage:
 
     def close(self) -> None:
         """Close all files; reads that are under way finish first."""
+        self.is_replaced()
         with self._lock:
             self._closed = True
             files, self._files = list(self._files.values()), OrderedDict()
@@ -123,9 +142,7 @@ class LocalStorage:
             else:
                 fd = os.open(label, flags, dir_fd=self._folder)
         except FileNotFoundError:
-            raise Problem(
-                "missing_file", f"{self._path} has no file {label}", where=label
-            ).error() from None
+            raise self._missing(label) from None
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK, errno.EISDIR):
                 raise _not_regular(path) from None
@@ -134,6 +151,13 @@ class LocalStorage:
             os.close(fd)
             raise _not_regular(path)
         return _File(fd)
+
+    def _missing(self, label: str) -> Exception:
+        hint = None
+        if self.is_replaced():
+            hint = "the checkpoint was replaced while it was read; open it again"
+        text = f"{self._path} has no file {label}"
+        return Problem("missing_file", text, where=label, hint=hint).error()
 
 
 class _File:
@@ -177,6 +201,19 @@ class _File:
             os.close(self.fd)
 
 
+def _find_folder(path: Path) -> Path:
+    """Return the folder, or the old checkpoint beside it while the new one takes its name."""
+    replaced = replaced_path(path)
+    for _ in range(3):  # the new one may take the name, and the old one go, between two looks
+        if _is_folder(path):
+            return path
+        if os.path.lexists(path):
+            break
+        if _is_folder(replaced):
+            return replaced
+    raise _no_folder(path)
+
+
 def _is_folder(path: Path) -> bool:
     with storage_errors(path):
         return path.is_dir()
@@ -196,7 +233,28 @@ def _no_folder(path: Path) -> Exception:
 
 def replaced_path(path: Path) -> Path:
     """Where the old checkpoint lies while a new one takes its name, without an exchange."""
-    return path.parent / f".{path.name}.dsd-replaced"
+    return path.parent / f".{path.name}{_REPLACED}"
+
+
+def find_names(folder: Path) -> set[str]:
+    """List the folders in a folder, without hidden ones; none if it is missing.
+
+    One whose checkpoint is about to be replaced is listed, as it can be opened.
+    """
+    names: set[str] = set()
+    with storage_errors(folder):
+        try:
+            entries = os.scandir(folder)
+        except FileNotFoundError:
+            return names
+        with entries:
+            folders = [entry.name for entry in entries if entry.is_dir()]
+    for name in folders:
+        if not name.startswith("."):
+            names.add(name)
+        elif name.endswith(_REPLACED):
+            names.add(name[1 : -len(_REPLACED)])
+    return names
 
 
 @contextlib.contextmanager

@@ -10,21 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 from dsdformat.errors import ArgumentError, StorageError
 from dsdformat.storage.base import Buffer
 from dsdformat.storage.guards import Guard, no_checkpoint
 from dsdformat.storage.local import replaced_path, storage_errors
 
-__all__ = ["FileSink", "FileTarget", "JoinedTarget", "LocalTarget", "locks", "make_partial"]
+__all__ = [
+    "FileSink",
+    "FileTarget",
+    "JoinedTarget",
+    "LocalTarget",
+    "locks",
+    "make_partial",
+    "replace_file",
+]
 
 PIECES_MAX = 1024  # IOV_MAX of Linux
 _EXCHANGE, _AT_FDCWD = 2, -100
@@ -43,6 +53,7 @@ class _Staged:
         self._published = False
         with storage_errors(self._path):
             _make_folders(self._path.parent)
+            _sync_entries(self._path.parent)
             _clean(self._path, guard)
             self._check_replaceable()
             self.staging, self._lock = make_partial(self._path)
@@ -59,7 +70,7 @@ class _Staged:
     def abort(self) -> None:
         """Remove what was written; do nothing once it is visible."""
         if not self._published:
-            shutil.rmtree(self.staging, ignore_errors=True)
+            _remove(self.staging)
         self._unlock()
 
     def _check_replaceable(self) -> None:
@@ -94,12 +105,13 @@ class _Staged:
         _sync_folder(self._path.parent)
         self._unlock()
         if old is not None:  # it goes only after the new name is on the disk
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
 
     def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                os.close(lock)
 
 
 class LocalTarget(_Staged):
@@ -155,7 +167,7 @@ class FileTarget(_Staged):
         """Make the file exist under its name, in one step; see `LocalTarget.commit`."""
         with storage_errors(self._path):
             self._publish(self.staging / self.label)
-            shutil.rmtree(self.staging, ignore_errors=True)
+            _remove(self.staging)
 
 
 def _no_file(path: Path) -> str | None:
@@ -218,15 +230,16 @@ class FileSink:
 
     def close(self) -> None:
         """Make the file durable and close it."""
-        try:
-            with storage_errors(self._path):
+        with storage_errors(self._path):
+            try:
                 os.fsync(self._fd)
-        finally:
-            os.close(self._fd)
+            finally:
+                os.close(self._fd)
 
     def discard(self) -> None:
         """Close the file as it is."""
-        os.close(self._fd)
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
 
     def _write(self, byte_offset: int, views: list[memoryview]) -> int:
         while views:
@@ -248,12 +261,53 @@ class FileSink:
             return os.write(self._fd, views[0])
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file beside the others of a folder, in one step, in the place of one of that name."""
+    made = path.parent / f".{path.name}.{os.urandom(4).hex()}"
+    sink = FileSink(made)
+    try:
+        try:
+            sink.write_at(0, [data])
+        except BaseException:
+            sink.discard()
+            raise
+        sink.close()
+        with storage_errors(path):
+            os.rename(made, path)
+            _sync_folder(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            made.unlink()
+        raise
+
+
 def _make_folders(path: Path) -> None:
     """Make a folder and those above it that are missing, durably."""
     missing = list(itertools.takewhile(lambda one: not one.exists(), (path, *path.parents)))
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         _sync_folder(folder.parent)
+
+
+def _sync_entries(path: Path) -> None:
+    """Flush the entries of a folder and of those above it: who made them may not have.
+
+    A checkpoint is lost with any folder above it. Up to the root of the file system, and those
+    that cannot be read left out.
+    """
+    device = path.stat().st_dev
+    for folder in (path, *path.parents[:-1]):
+        above = folder.parent.stat()
+        if above.st_dev != device:
+            break
+        with contextlib.suppress(PermissionError):
+            _sync_entry(folder, folder.stat().st_ino, device)
+
+
+@functools.lru_cache(1024)
+def _sync_entry(folder: Path, _inode: int, _device: int) -> None:
+    """Flush the entry of a folder; it is durable then for as long as the folder is there."""
+    _sync_folder(folder.parent)
 
 
 def make_partial(path: Path) -> tuple[Path, int | None]:
@@ -271,27 +325,41 @@ def make_partial(path: Path) -> tuple[Path, int | None]:
             return staging, _lock(staging)
         except (BlockingIOError, FileNotFoundError):
             continue  # another writer took it for a leftover, between mkdir and the lock
+        except BaseException:
+            with contextlib.suppress(OSError):
+                staging.rmdir()
+            raise
 
 
 def _clean(path: Path, guard: Guard) -> None:
-    """Remove what writers to this path left that died, and undo half a replacement."""
+    """Remove what writers to this path left that died, and undo half a replacement.
+
+    What is removed may be the old checkpoint, and the new name not on the disk yet: it is flushed
+    before, or a power cut could leave the old name, of a folder whose files are gone.
+    """
     replaced = replaced_path(path)
+    prefix = f".{path.name}.dsd-partial-"
+    leftovers = [path.parent / one for one in os.listdir(path.parent) if one.startswith(prefix)]
+    if replaced.is_dir() or leftovers:
+        _sync_folder(path.parent)
     if replaced.is_dir():
-        if path.is_dir() and guard(path) is None:
-            _sync_folder(path.parent)
-            shutil.rmtree(replaced, ignore_errors=True)
+        if path.is_dir() and any(path.iterdir()) and guard(path) is None:
+            _remove(replaced)
         elif not os.path.lexists(path):
             os.rename(replaced, path)
-    prefix = f".{path.name}.dsd-partial-"
-    with os.scandir(path.parent) as entries:
-        leftovers = [Path(entry.path) for entry in entries if entry.name.startswith(prefix)]
     for leftover in leftovers:
         with contextlib.suppress(BlockingIOError, FileNotFoundError, NotADirectoryError):
             lock = _lock(leftover)
             if lock is not None or _is_stale(leftover):
-                shutil.rmtree(leftover, ignore_errors=True)
+                _remove(leftover)
             if lock is not None:
                 os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that is no checkpoint any more; what cannot be removed is a leftover."""
+    with contextlib.suppress(OSError):  # `rmtree` still raises where a folder cannot be closed
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lock(folder: Path) -> int | None:
@@ -309,12 +377,11 @@ def _lock(folder: Path) -> int | None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(fd), os.stat(folder)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-    except (BlockingIOError, FileNotFoundError):
+    except BaseException as error:
         os.close(fd)
+        if isinstance(error, OSError) and error.errno not in (errno.EWOULDBLOCK, errno.ENOENT):
+            return None
         raise
-    except OSError:
-        os.close(fd)
-        return None
     return fd
 
 
@@ -362,9 +429,8 @@ def _exchange(a: Path, b: Path) -> bool:
     """Exchange two names in one step; False where the system cannot."""
     import ctypes
 
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
+    call = _renameat2()
+    if call is None:
         return False
     if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0:
         return True
@@ -374,10 +440,27 @@ def _exchange(a: Path, b: Path) -> bool:
     raise OSError(code, os.strerror(code), str(b))
 
 
+@functools.cache
+def _renameat2() -> Callable[..., int] | None:
+    """Look up the system call, once: each look-up takes memory that is never given back."""
+    import ctypes
+
+    try:
+        return cast("Callable[..., int]", ctypes.CDLL(None, use_errno=True).renameat2)
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
 def _sync_folder(path: Path) -> None:
+    """Flush the names in a folder, where the file system has such a flush."""
     with _folder(path) as fd:
-        if fd is not None:
+        if fd is None:
+            return
+        try:
             os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
 
 
 @contextlib.contextmanager

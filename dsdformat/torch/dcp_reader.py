@@ -26,6 +26,7 @@ from dsdformat.errors import MismatchError, NotACheckpointError, Problem, shorte
 from dsdformat.folders import PathLike
 from dsdformat.limits import MIB
 from dsdformat.reader import Checkpoint
+from dsdformat.signing import Key
 from dsdformat.torch.builder import stored_dtype
 from dsdformat.torch.composites import type_name
 from dsdformat.torch.dcp_contents import Contents
@@ -55,6 +56,7 @@ class DsdStorageReader(StorageReader):
         *,
         verify: bool = True,
         digest: str | None = None,
+        pubkey: Key | None = None,
         threads: int | None = None,
         types: Iterable[type] = (),
         cast: bool = True,
@@ -66,6 +68,7 @@ class DsdStorageReader(StorageReader):
             path: The checkpoint's folder; `checkpoint_id` of `dcp.load` is used instead if given.
             verify: Whether to compare data with its digests.
             digest: The root digest that the checkpoint must have.
+            pubkey: An Ed25519 key that must have signed the checkpoint; see `dsdformat.open`.
             threads: How many threads read on each rank; up to 8 if None.
             types: Tensor subclasses that may be made, of those with `__tensor_flatten__`.
             cast: Whether a tensor of another dtype than the stored one is filled all the same, as
@@ -77,6 +80,7 @@ class DsdStorageReader(StorageReader):
         self.load_id = _new_id()
         self._verify = verify
         self._digest = digest
+        self._pubkey = pubkey
         self._threads = threads
         self._types = {type_name(kind): kind for kind in types}
         self._cast = cast
@@ -219,7 +223,11 @@ class DsdStorageReader(StorageReader):
     def _open(self) -> _Opened:
         try:
             checkpoint = folders.open(
-                self.path, verify=self._verify, digest=self._digest, threads=self._threads
+                self.path,
+                verify=self._verify,
+                digest=self._digest,
+                pubkey=self._pubkey,
+                threads=self._threads,
             )
         except NotACheckpointError as error:
             if (self.path / ".metadata").is_file():

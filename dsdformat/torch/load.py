@@ -17,6 +17,7 @@ from dsdformat.errors import DsdError, MismatchError
 from dsdformat.reader import Checkpoint
 from dsdformat.renaming import renamed
 from dsdformat.selection import Rename
+from dsdformat.signing import Key
 from dsdformat.torch.background import settle
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.comm import Comm
@@ -58,6 +59,7 @@ def load(
     types: Iterable[type] = ...,
     verify: bool = ...,
     digest: str | None = ...,
+    pubkey: Key | None = ...,
     threads: int | None = ...,
     unknown: Policy = ...,
 ) -> dict[str, Any]: ...
@@ -77,6 +79,7 @@ def load(
     types: Iterable[type] = ...,
     verify: bool = ...,
     digest: str | None = ...,
+    pubkey: Key | None = ...,
     threads: int | None = ...,
     unknown: Policy = ...,
     group: Any = ...,
@@ -99,6 +102,7 @@ def load(  # noqa: PLR0913
     types: Iterable[type] = (),
     verify: bool = True,
     digest: str | None = None,
+    pubkey: Key | None = None,
     threads: int | None = None,
     unknown: Policy = "refuse",
     group: Any = None,
@@ -144,6 +148,8 @@ def load(  # noqa: PLR0913
             What a foreign checkpoint has checksums of (`torch.save`, DCP) is compared as a whole
             before anything is changed, a part by each of the ranks; safetensors has none.
         digest: The root digest that the checkpoint must have. A foreign one has none.
+        pubkey: An Ed25519 key that must have signed the checkpoint; see `dsdformat.open`. A foreign
+            one has no signatures.
         threads: How many threads read; up to 8 if None.
         unknown: What to do with objects of a foreign checkpoint that are no plain values: `refuse`
             it, `drop` them, or `record` their names and parts as plain values.
@@ -166,8 +172,8 @@ def load(  # noqa: PLR0913
         UnsupportedValueError: a dtype that this torch lacks, or a type that is not in `types`.
         ConvertError: a foreign checkpoint is damaged, or of no kind that is known, or holds
             objects that are no plain values.
-        FormatError: the checkpoint is damaged; see `dsdformat.open`. After `checksum_mismatch`,
-            tensors of the state may hold part of what was read.
+        FormatError: the checkpoint is damaged, or not signed; see `dsdformat.open`. After
+            `checksum_mismatch`, tensors of the state may hold part of what was read.
         DistributedError: `rank_failed`, on every rank, with the cause of each rank that failed.
             `ranks_absent`: a rank has ended, or makes another call, as far as the group can tell.
         RankDisagreementError: `ranks_disagree`: ranks load different checkpoints, or disagree
@@ -180,7 +186,13 @@ def load(  # noqa: PLR0913
     options = LoadOptions.of(strict, device, dtype, rename, select, mmap, types)
 
     opened = functools.partial(
-        _open_settled, path, verify=verify, digest=digest, threads=threads, unknown=unknown
+        _open_settled,
+        path,
+        verify=verify,
+        digest=digest,
+        pubkey=pubkey,
+        threads=threads,
+        unknown=unknown,
     )
     if state is None:
         with contextlib.closing(opened()) as origin:
@@ -235,7 +247,7 @@ def _check(loading: Loading, hint: str | None) -> None:
         ) from None
 
 
-def load_model(
+def load_model(  # noqa: PLR0913
     path: Paths,
     registry: Mapping[str, Callable[..., nn.Module]],
     *,
@@ -246,6 +258,7 @@ def load_model(
     mmap: bool = False,
     verify: bool = True,
     digest: str | None = None,
+    pubkey: Key | None = None,
     threads: int | None = None,
 ) -> nn.Module:
     """Build the model that a checkpoint has a recipe of, and load it.
@@ -263,7 +276,7 @@ def load_model(
         recipe: What builds the model; as the checkpoint says if None.
         device: Where the model is made; the CPU if None.
         dtype: What the model's floating tensors are converted to; as it is built if None.
-        mmap, verify, digest, threads: As in `load`.
+        mmap, verify, digest, pubkey, threads: As in `load`.
 
     Returns:
         The module, in training mode, as built.
@@ -277,18 +290,17 @@ def load_model(
     """
     target = torch.device("cpu") if device is None else as_device(device)
     options = LoadOptions.of(device=target, dtype=dtype, mmap=mmap)
-    opened = _open_settled(path, verify=verify, digest=digest, threads=threads)
+    opened = _open_settled(path, verify=verify, digest=digest, pubkey=pubkey, threads=threads)
     with contextlib.closing(opened) as origin:
         tree = read_tree(origin)
         recipe = recipe or find_recipe(tree.get(RECIPES), name, str(path))
 
         def compared(module: nn.Module) -> Loading:
             module = module if dtype is None else module.to(dtype)
-            stored = {name: tree.get(name)}
+            stored = tree
             if isinstance(origin, ForeignReader):
                 stored, _ = fitted(tree, {name: module}, origin.name)
-                stored = {name: stored.get(name)}
-            return Loading(origin, stored, {name: module}, options)
+            return Loading(origin, {name: stored.get(name)}, {name: module}, options)
 
         module = _built(recipe, registry, torch.device("meta"))
         loading = None if module is None else compared(module)

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from dsdformat import folders
+from dsdformat.entries import TensorEntry
 from dsdformat.errors import ArgumentError, EntryNotFoundError, listed
 from dsdformat.folders import PathLike
+from dsdformat.signing import Key
 from dsdformat.torch.background import settle
 from dsdformat.torch.flatten import FlattenParams, flat_form, without_views
 from dsdformat.torch.fqn import named_tensors
@@ -37,6 +39,7 @@ def map_parameters(
     strict: bool | Mapping[str, bool] = True,
     verify: bool = True,
     digest: str | None = None,
+    pubkey: Key | None = None,
     threads: int | None = None,
 ) -> LoadReport:
     """Make a module's parameters and buffers maps of a checkpoint.
@@ -51,7 +54,7 @@ def map_parameters(
         name: Root key of the model in the checkpoint.
         trainable: Whether the parameters can be trained; those that are get memory of their own, a
             page at a time. If not, they are frozen: they need no gradient.
-        strict, digest, threads: As in `load`.
+        strict, digest, pubkey, threads: As in `load`.
         verify: Whether to compare the data with their digests, for which all are read once.
 
     Returns:
@@ -68,15 +71,12 @@ def map_parameters(
     Memory: 4 MiB to verify; pages that are written to, as those of running statistics.
     """
     held = _Held(module)
+    how: dict[str, Any] = {"digest": digest, "pubkey": pubkey, "threads": threads}
     settle(path)
-    with folders.open(path, verify=verify, digest=digest, threads=threads) as checkpoint:
+    with folders.open(path, verify=verify, **how) as checkpoint:
         entries = [entry for entry in checkpoint if entry.path[0] == name]
         stored = {entry.name for entry in entries}
-        apart = [
-            entry.name
-            for entry in entries
-            if len(entry.chunks) > 1 or any(chunk.codec != "raw" for chunk in entry.chunks)
-        ]
+        apart = [entry.name for entry in entries if _is_apart(entry)]
     if not entries:
         raise EntryNotFoundError(f"{path} has nothing at the root key {name!r}", name=name)
     _check_apart(apart)
@@ -90,14 +90,18 @@ def map_parameters(
                 select=glob.escape(name),
                 mmap=True,
                 verify=verify,
-                digest=digest,
-                threads=threads,
+                **how,
             ).report
         finally:
             held.restore()
     for parameter in module.parameters():
         parameter.requires_grad_(parameter.requires_grad and trainable)
     return report
+
+
+def _is_apart(entry: TensorEntry) -> bool:
+    """Whether a tensor does not lie in one piece as it is, so that there is no map of it."""
+    return len(entry.chunks) > 1 or any(chunk.codec != "raw" for chunk in entry.chunks)
 
 
 class _Held:

@@ -22,6 +22,7 @@ from dsdformat.cli import (
     plan,
     rename,
     show,
+    sign,
     stats,
     tree,
     verify,
@@ -30,7 +31,7 @@ from dsdformat.cli import (
 COMMANDS = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        *(info, ls, show, tree, stats, plan, verify, digest, diff),
+        *(info, ls, show, tree, stats, plan, verify, sign, digest, diff),
         *(cp, extract, merge, rename, cast, convert),
     )
 }

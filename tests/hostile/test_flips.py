@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from dsdformat import Checkpoint, DsdError
+from dsdformat import Box, Checkpoint, DsdError, PartWriter, TensorSource, Writer, writer
 from dsdformat.errors import Problem
-from dsdformat.storage.memory import MemoryStorage
+from dsdformat.storage.memory import MemoryStorage, MemoryTarget
 from dsdformat.verify import verify_storage
 
 Files = dict[str, bytes]
@@ -176,6 +176,73 @@ def test_a_zeroed_block_is_found(small_files, blocks):
     changed = data[: block.start] + bytes(block.end - block.start) + data[block.end :]
     (problem,) = problems_of({**small_files, block.where: changed})
     assert block.is_named_by(problem)
+
+
+# Other checkpoints: pages that are compressed, files of two writers
+
+
+@pytest.fixture
+def with_compressed_pages(save, monkeypatch) -> Files:
+    """A manifest with compressed pages, which only large ones have."""
+    monkeypatch.setattr(writer, "_COMPRESS_PAGES_FROM", 0)
+    text = TensorSource.of("uint8", (100,), bytes(100))
+    return save({"model": {f"layers.{number}": text for number in range(20)}, "text": "ab" * 500})
+
+
+def test_every_bit_and_every_length_of_a_manifest_with_compressed_pages_is_pinned(
+    with_compressed_pages,
+):
+    files, data = with_compressed_pages, with_compressed_pages["manifest.dsd"]
+    assert b"ab" * 500 not in data
+    flips = [changed.copy() for _, changed in with_flips(data, every_bit(0, len(data)))]
+    cuts = [data[:length] for length in range(len(data))]
+    for changed in (*flips, *cuts):
+        found = problems_of({**files, "manifest.dsd": changed})
+        assert {problem.where for problem in found} == {"manifest.dsd"}
+
+
+@pytest.fixture
+def of_two_writers() -> Files:
+    """Two writers, each with its box of a tensor in each codec."""
+    files: dict[str, bytearray] = {}
+    target = MemoryTarget(files)
+    options = {"world_size": 2, "threads": 1, "block_nbytes": 4096}
+    first, second = Writer(target, **options), PartWriter(target, rank=1, **options)
+    for rank, one in enumerate((first, second)):
+        for codec in ("raw", "zstd", "planes+zstd"):
+            box = Box((60 * rank,), (60,))
+            data = (b"\x80\x3f\0\1" * 30)[: 2 * 60]
+            one.add_tensor(
+                ["model", codec], data, dtype="bfloat16", shape=(120,), box=box, codec=codec
+            )
+    first.write()
+    first.commit([second.finish()])
+    return {label: bytes(data) for label, data in files.items()}
+
+
+def test_the_bytes_and_lengths_of_the_files_of_two_writers_are_pinned(of_two_writers):
+    """Each byte of the manifest and of the chunks, and some of the headers."""
+    files = of_two_writers
+    assert sorted(files) == [
+        "manifest.dsd",
+        "model-00000-of-00002.safetensors",
+        "model-00001-of-00002.safetensors",
+    ]
+    for label, data in files.items():
+        header = 0 if label == "manifest.dsd" else 4096
+        places = [*range(0, header, 11), *range(header, len(data))]
+        for _, changed in with_flips(data, ((at, at % 8) for at in places)):
+            assert {p.where for p in problems_of({**files, label: changed})} == {label}
+        for length in places[::2]:
+            found = problems_of({**files, label: data[:length]})
+            assert {p.where for p in found} == {label}
+
+
+def test_two_writers_files_that_changed_places_are_found(of_two_writers):
+    """Of equal lengths and headers: only the digests of blocks tell them apart."""
+    one, other = sorted(of_two_writers)[1:]
+    swapped = {**of_two_writers, one: of_two_writers[other], other: of_two_writers[one]}
+    assert {problem.where for problem in problems_of(swapped)} == {one, other}
 
 
 # Every length

@@ -1,16 +1,12 @@
 """Saves that succeed, fail and die, in any order: a reader always sees a whole checkpoint.
 
-A death is simulated in this process: from some call to the system on, every further one dies too,
-so no clean-up runs; then all descriptors are closed, as the system would do.
+A death is simulated in this process; `tests/crash` says how, and tries every step of single saves.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,72 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import dsdformat
 import dsdformat.numpy
 from dsdformat.errors import NotACheckpointError, StorageError, UnsupportedValueError
-from dsdformat.storage import target
-
-CALLS = ("open", "pwritev", "fsync", "mkdir", "rename")
-
-
-class DeathError(BaseException):
-    """The process was killed here."""
-
-
-class Mortal:
-    """Stands for the modules `os` and `shutil` in `target.py`, and dies at a given call."""
-
-    def __init__(self, calls_to_live: int) -> None:
-        self.left = calls_to_live
-        self.descriptors: set[int] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(os, name)
-        return self._counted(call) if name in CALLS else call
-
-    def open(self, *args: Any, **kwargs: Any) -> int:
-        fd = self._counted(os.open)(*args, **kwargs)
-        self.descriptors.add(fd)
-        return fd
-
-    def close(self, fd: int) -> None:
-        self._live()
-        self.descriptors.discard(fd)
-        os.close(fd)
-
-    def rmtree(self, path: Path, **options: Any) -> None:
-        """Remove a folder file by file; death may come in between."""
-        self._live()
-        for child in sorted(Path(path).iterdir() if Path(path).is_dir() else ()):
-            self._counted(child.unlink)()
-        self._counted(shutil.rmtree)(path, **options)
-
-    def bury(self) -> None:
-        for fd in self.descriptors:
-            os.close(fd)
-
-    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.left -= 1
-            self._live()
-            return call(*args, **kwargs)
-
-        return counted
-
-    def _live(self) -> None:
-        if self.left < 0:
-            raise DeathError
-
-
-@contextlib.contextmanager
-def mortal(calls_to_live: int, *, can_exchange: bool) -> Iterator[Mortal]:
-    body = Mortal(calls_to_live)
-    exchange = body._counted(target._exchange if can_exchange else lambda a, b: False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "os", body)
-        patch.setattr(target, "shutil", body)
-        patch.setattr(target, "_exchange", exchange)
-        try:
-            yield body
-        finally:
-            body.bury()
+from tests.crash.steps import die
 
 
 class Saves(RuleBasedStateMachine):
@@ -146,19 +77,18 @@ class Saves(RuleBasedStateMachine):
             self.save({**self.state(), "zz": object()}, overwrite=True)
         self.clean = True
 
-    @rule(calls=st.integers(0, 26), can_exchange=st.booleans())
-    def die(self, calls: int, can_exchange: bool) -> None:
+    @rule(number=st.integers(1, 60), can_exchange=st.booleans())
+    def die(self, number: int, can_exchange: bool) -> None:
         state = self.state()
-        with mortal(calls, can_exchange=can_exchange) as body:
-            try:
-                self.save(state, overwrite=True)
-            except DeathError:
-                pass
-            else:
-                assert body.left >= 0
+        _, died = die(
+            self.parent,
+            number,
+            lambda: self.save(state, overwrite=True),
+            can_exchange=can_exchange,
+        )
         found = self.found()
-        assert found in (self.seen, self.number)
-        self.seen, self.clean = found, body.left >= 0
+        assert found in ((self.seen, self.number) if died else (self.number,))
+        self.seen, self.clean = found, not died
 
     @precondition(lambda self: self.seen is not None)
     @rule()

@@ -211,7 +211,7 @@ def save_and_die(path: str, killed: int, limit: float, strangers: bool) -> str:
     rank = distributed.get_rank()
     state = trained("fsdp2")
     if rank == killed:
-        os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+        FileSink.close = lambda sink: os.kill(os.getpid(), signal.SIGKILL)
     if strangers:  # as on machines of which none sees the locks of another
         mailbox._machine = f"machine {rank}".encode
     how = dsd.Background(limit=timedelta(seconds=limit))

@@ -283,13 +283,28 @@ def test_another_failure_of_the_exchange_is_an_error(tmp_path, save_folder, monk
 def fail_exchange(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     import ctypes
 
-    class Library:
-        @staticmethod
-        def renameat2(*_: object) -> int:
-            ctypes.set_errno(code)
-            return -1
+    def renameat2(*_: object) -> int:
+        ctypes.set_errno(code)
+        return -1
 
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library)
+    monkeypatch.setattr(target, "_renameat2", lambda: renameat2)
+
+
+def test_a_system_without_the_call_is_noticed(tmp_path, save_folder, monkeypatch):
+    save_folder(tmp_path / "c", "old")
+    monkeypatch.setattr(target, "_renameat2", lambda: None)
+    save_folder(tmp_path / "c", "new", overwrite=True)
+    assert word_of(tmp_path / "c") == "new"
+
+
+def test_the_system_call_is_looked_up_once(tmp_path, save_folder, monkeypatch):
+    """Each look-up leaks some memory in ctypes, which a long training would feel."""
+    import ctypes
+
+    save_folder(tmp_path / "c", "old")
+    save_folder(tmp_path / "c", "new", overwrite=True)
+    monkeypatch.setattr(ctypes, "CDLL", None)
+    save_folder(tmp_path / "c", "new", overwrite=True)
 
 
 # What a writer finds beside the name (spec R-15.3)
@@ -433,8 +448,14 @@ def test_a_full_disk_leaves_nothing_and_says_so(
         assert word_of(tmp_path / "c") == "old"
 
 
+def entries_are_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the flushes of the folders above, which come once a process."""
+    monkeypatch.setattr(target, "_sync_entries", lambda path: None)
+
+
 @pytest.mark.parametrize("calls", range(4), ids=["data", "manifest", "folder", "parent"])
 def test_a_flush_that_fails_is_an_error(tmp_path, save_folder, monkeypatch, calls):
+    entries_are_durable(monkeypatch)
     flush, count = os.fsync, itertools.count()
 
     def limited(fd: int) -> None:
@@ -531,6 +552,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(owner, attribute, call)
 
+    entries_are_durable(monkeypatch)
     watch(os, "fsync", lambda fd: f"flush {name(os.readlink(f'/proc/self/fd/{fd}'))}")
     watch(os, "rename", lambda a, b: f"rename {name(a)} {name(b)}")
     watch(target, "_exchange", lambda a, b: f"exchange {name(a)} {name(b)}")
@@ -599,6 +621,36 @@ def test_a_save_that_fails_flushes_nothing_that_it_removes(tmp_path, events):
     with pytest.raises(RuntimeError), dsdformat.create(tmp_path / "c") as writer:
         writer.add({"w": TensorSource.of("uint8", (4,), broken)})
     assert [event for event in events if event.startswith("flush")] == []
+
+
+def test_the_folders_above_a_checkpoint_are_durable_too_and_flushed_once(tmp_path, monkeypatch):
+    """Whoever made them may have flushed nothing."""
+    flushed: list[str] = []
+    flush = target._sync_folder
+    monkeypatch.setattr(target, "_sync_folder", lambda one: (flushed.append(str(one)), flush(one)))
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    above = [str(tmp_path), str(tmp_path / "runs")]
+    LocalTarget(tmp_path / "runs" / "one" / "c").abort()
+    assert [one for one in flushed if one in above] == above[::-1]
+    flushed.clear()
+    LocalTarget(tmp_path / "runs" / "one" / "c").abort()
+    assert flushed == []
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP], ids=errno.errorcode.get)
+def test_a_file_system_that_flushes_no_folders_can_be_written(
+    tmp_path, save_folder, monkeypatch, code
+):
+    flush = os.fsync
+
+    def files_only(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        flush(fd)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    save_folder(tmp_path / "c")
+    assert word_of(tmp_path / "c") == "new"
 
 
 # Memory

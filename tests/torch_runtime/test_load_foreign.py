@@ -460,6 +460,13 @@ def test_a_root_digest_is_refused_for_what_has_none(form, tmp_path):
         dsd.load(path, digest="0" * 64)
 
 
+@every_form
+def test_a_key_that_must_have_signed_is_refused_for_what_has_no_signatures(form, tmp_path):
+    path = form({"a": torch.ones(2)}, tmp_path)
+    with pytest.raises(ArgumentError, match="a foreign one has no signatures"):
+        dsd.load(path, pubkey="0" * 64)
+
+
 @pytest.mark.parametrize("form", [as_zip, as_dcp])
 def test_damage_that_a_checksum_tells_is_found_before_anything_is_changed(form, tmp_path):
     state = {"w": torch.arange(3000.0).view(60, 50)}

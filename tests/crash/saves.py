@@ -1,0 +1,236 @@
+"""The saves that are stopped at each of their steps, and what must hold after.
+
+Each goes to `c`, or to a folder deeper down, beside nothing or in the place of a checkpoint that
+says `old`. A new way to save is a function here, and a row of SAVES. What makes one file and no
+checkpoint of ours is a row too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dsdformat
+from dsdformat import TensorSource
+from dsdformat.convert.write_torch import SinkWriter
+from dsdformat.storage.target import FileTarget
+from dsdformat.writer import Writer
+
+NOISE = bytes(range(256)) * 20
+TEXT = b"abcdefgh" * 640
+
+
+def save_one(path: Path, word: str, **options: Any) -> None:
+    """Save one data file."""
+    with dsdformat.create(path, user={"word": word}, threads=1, **options) as writer:
+        writer.add({"model": {"w": TensorSource.of("uint8", (len(NOISE),), NOISE)}})
+
+
+def save_sections(path: Path, word: str, **options: Any) -> None:
+    """Save two data files, one of them compressed, and a side file, in blocks and threads."""
+    options = {"threads": 2, "block_nbytes": 4096, "user": {"word": word}, **options}
+    with dsdformat.create(path, **options) as writer:
+        writer.add_file("config.json", b"{}")
+        writer.add({"model": {"w": TensorSource.of("uint8", (len(NOISE),), NOISE)}})
+        text = TensorSource.of("uint8", (len(TEXT),), TEXT, codec="zstd")
+        writer.add({"optimizer": {"m": text}, "step": 3})
+
+
+def save_converted(path: Path, word: str, **options: Any) -> None:
+    """Save as a converter does: from functions that give the bytes when the writer gets there."""
+
+    def lazy(data: bytes) -> Iterator[bytes]:
+        for at in range(0, len(data), 1000):
+            yield data[at : at + 1000]
+
+    with dsdformat.create(path, user={"word": word}, threads=1, **options) as writer:
+        for name, data in (("a", NOISE), ("b", TEXT)):
+            source = TensorSource.of("uint8", (len(data),), lambda data=data: lazy(data))
+            writer.add({"model": {name: source}})
+
+
+def save_two_writers(path: Path, word: str, **options: Any) -> None:
+    """Save from two writers, the second of which has joined the first."""
+    with dsdformat.create(
+        path, user={"word": word}, threads=1, world_size=2, **options
+    ) as coordinator:
+        joined = Writer.join(coordinator.staging, rank=1, world_size=2, threads=1)
+        for writer, name in ((coordinator, "a"), (joined, "b")):
+            writer.add({"model": {name: TensorSource.of("uint8", (len(NOISE),), NOISE)}})
+        coordinator.write()
+        coordinator.commit([joined.finish()])
+
+
+def save_in_background(path: Path, word: str, **options: Any) -> None:
+    """Save from a thread, and wait for it."""
+    import torch
+
+    import dsdformat.torch as dsd
+
+    state = {"model": {"w": torch.arange(5120)}, "step": 3}
+    handle = dsd.save(path, state, user={"word": word}, threads=1, background=True, **options)
+    try:
+        handle.wait()
+    finally:
+        for thread in threading.enumerate():
+            if thread.name == "dsdformat-save":
+                thread.join()
+
+
+def save_file(path: Path, word: str, **options: Any) -> None:
+    """Write one file as converters do, piece after piece."""
+    target = FileTarget(path, **options)
+    try:
+        with SinkWriter(target.sink()) as sink:
+            for at in range(0, len(NOISE), 2000):
+                sink.write(NOISE[at : at + 2000])
+            sink.write(word.encode())
+        target.commit()
+    except BaseException:
+        target.abort()
+        raise
+
+
+def word_of(path: Path) -> str | None:
+    """What the checkpoint at a path says, after every byte was checked; None if there is none."""
+    report = dsdformat.verify(path, threads=1)
+    if [problem.code for problem in report.problems] == ["no_manifest"]:
+        return None
+    report.raise_if_bad()
+    assert report.unlisted == ()
+    with dsdformat.open(path, threads=1) as checkpoint:
+        return checkpoint.user["word"]
+
+
+def word_of_file(path: Path) -> str | None:
+    """What the file at a path says, if it has all before; None if there is none."""
+    if not path.exists():
+        return None
+    data = path.read_bytes()
+    assert data[: len(NOISE)] == NOISE
+    return data[len(NOISE) :].decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What a save makes.
+
+    Attributes:
+        save: Makes one in the plainest way.
+        begin: Begins to make one in the place of another.
+        word_of: Says what is there, or None.
+    """
+
+    save: Callable[..., None]
+    begin: Callable[[Path], Any]
+    word_of: Callable[[Path], str | None]
+
+
+CHECKPOINT = Product(save_one, lambda path: dsdformat.create(path, overwrite=True), word_of)
+FILE = Product(save_file, lambda path: FileTarget(path, overwrite=True), word_of_file)
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A way to save.
+
+    Attributes:
+        run: Saves to a path, with a word to know it by.
+        path: Where to, relative to the root.
+        replaces: Whether an old checkpoint is there before.
+        can_exchange: Whether the system exchanges two names in one step.
+        product: What it makes.
+        imports: What it imports; before the save, so that no process that is killed does.
+    """
+
+    name: str
+    run: Callable[..., None]
+    path: str = "c"
+    replaces: bool = False
+    can_exchange: bool = True
+    product: Product = CHECKPOINT
+    imports: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def prepare(self, root: Path) -> None:
+        """Make what is there before."""
+        for name in self.imports:
+            importlib.import_module(name)
+        root.mkdir(exist_ok=True)
+        if self.replaces:
+            self.product.save(root / self.path, "old")
+
+    def save(self, root: Path, word: str = "new") -> None:
+        self.run(root / self.path, word, overwrite=self.replaces)
+
+    def save_next(self, root: Path) -> None:
+        """Save once more in the plainest way, whatever is there."""
+        self.product.save(root / self.path, "next", overwrite=True)
+
+    def word_of(self, root: Path) -> str | None:
+        """What is there says; None if there is nothing."""
+        return self.product.word_of(root / self.path)
+
+
+SAVES = (
+    Save("new", save_one),
+    Save("new-in-new-folders", save_one, path="runs/one/c"),
+    Save("new-of-sections", save_sections),
+    Save("new-of-two-writers", save_two_writers),
+    Save("replace", save_one, replaces=True),
+    Save("replace-by-renames", save_one, replaces=True, can_exchange=False),
+    Save("replace-with-sections", save_sections, replaces=True),
+    Save("replace-with-converted", save_converted, replaces=True),
+    Save("replace-from-two-writers", save_two_writers, replaces=True),
+    Save(
+        "replace-from-two-writers-by-renames", save_two_writers, replaces=True, can_exchange=False
+    ),
+    Save("file", save_file, product=FILE),
+    Save("replace-file", save_file, replaces=True, product=FILE),
+)
+if importlib.util.find_spec("torch") is not None:
+    TORCH = ("dsdformat.torch",)
+    SAVES += (
+        Save("new-in-background", save_in_background, imports=TORCH),
+        Save("replace-in-background", save_in_background, replaces=True, imports=TORCH),
+    )
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def faults_after(root: Path, save: Save, *, committed: bool = False) -> list[str]:
+    """Look at what a stopped save left, save again, and say what is wrong; [] if all is well.
+
+    Args:
+        root: Where the save was.
+        save: Which one.
+        committed: Whether it had returned, so that the new checkpoint must be there.
+    """
+    path, faults = root / save.path, []
+    allowed = ["new"] if committed else ["new", "old" if save.replaces else None]
+    try:
+        found = save.word_of(root)
+        if found not in allowed:
+            faults.append(f"there is {found}, not one of {allowed}")
+        dsdformat.create(path.parent / "other").abort()  # a save to another name
+        save.product.begin(path).abort()  # one that ends before it has written
+        if save.word_of(root) != found:
+            faults.append(f"a save that was given up made {save.word_of(root)} of {found}")
+        save.save_next(root)
+        if save.word_of(root) != "next":
+            faults.append(f"the next save gave {save.word_of(root)}")
+        if names_in(path.parent) != [path.name]:
+            faults.append(f"left over: {names_in(path.parent)}")
+    except Exception as error:
+        faults.append(repr(error))
+    return faults
