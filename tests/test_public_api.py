@@ -95,6 +95,7 @@ TORCH_NAMES = [
     "SaveHandle",
     "broadcast",
     "consolidate",
+    "convert",
     "distribute",
     "export_safetensors",
     "free_staging",
