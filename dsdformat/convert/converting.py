@@ -72,6 +72,7 @@ OUTPUTS: dict[str, OutputKind] = {
             options=("weights_only", "form"),
             folder=False,
             optimizers="numbered",
+            shared=True,
         ),
         OutputKind(
             "npz",

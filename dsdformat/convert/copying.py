@@ -57,7 +57,9 @@ def copy_tensors(
     meter.total = sum(piece.nbytes for piece in _pieces(copies, part, of))
     buffers = _Buffers()
     try:
-        workers.run(partial(_copy_piece, piece, meter, buffers) for piece in _pieces(copies, part, of))
+        workers.run(
+            partial(_copy_piece, piece, meter, buffers) for piece in _pieces(copies, part, of)
+        )
     finally:
         workers.close()
 

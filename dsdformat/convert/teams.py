@@ -131,7 +131,7 @@ class TeamTarget:
 
         Ranks: collective; what is done within is not. If it fails on some, all raise.
         """
-        self._begin(labels)
+        self.begin(labels)
         sinks: list[Sink] = []
         with self.together():
             try:
@@ -162,11 +162,11 @@ class TeamTarget:
         meter.total = sum(job.nbytes for share in shares for job in share)
         rows = [[plan.label, [[job.key, job.codec] for job in plan.jobs]] for plan in plans]
         self._team.check_agreement(rows, "what is written")
-        self._begin([plan.label for plan in plans])
+        self.begin([plan.label for plan in plans])
         with self.together():
             for plan, share in zip(plans, shares, strict=True):
                 if share:
-                    with self._opened(plan.label) as sink:
+                    with self.opened(plan.label) as sink:
                         write_chunks(plan, share, sink, block_nbytes, workers)
         self._exchange(plans, shares)
         with self.together():
@@ -174,7 +174,7 @@ class TeamTarget:
                 if self.own is None:
                     end_file(plan, None)
                     continue
-                with self._opened(plan.label) as sink:
+                with self.opened(plan.label) as sink:
                     end_file(plan, sink)
 
     def commit(self) -> None:
@@ -186,15 +186,22 @@ class TeamTarget:
             if self.own is not None:
                 self.own.commit()
 
-    def _begin(self, labels: Sequence[str]) -> None:
-        """Make files that are empty; all ranks pass the same names."""
+    def begin(self, labels: Sequence[str]) -> None:
+        """Make files that are empty, for all ranks to open.
+
+        Ranks: collective.
+        """
         with self.together():
             if self.own is not None:
                 for label in labels:
                     self.own.create(label).discard()
 
     @contextmanager
-    def _opened(self, label: str) -> Iterator[Sink]:
+    def opened(self, label: str) -> Iterator[Sink]:
+        """Open a file that was begun; it is durable at the end.
+
+        Ranks: local.
+        """
         sink = self.joined.join(label)
         try:
             yield sink

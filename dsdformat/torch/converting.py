@@ -33,8 +33,8 @@ def convert(
         group: The process group of the ranks that convert together; the default one if None.
         progress: Called on each rank with bytes done and bytes in all of its share.
         options: The others of `dsdformat.convert.convert`, the same on all ranks. On several of
-            them `to` is `dsd`, `safetensors` or `huggingface`; with a `codec`, the compressed
-            chunks of one data file are written by one rank.
+            them `to` is `dsd`, `safetensors`, `huggingface` or `torch` in the zip form. With a
+            `codec`, the compressed chunks of one data file are written by one rank.
 
     Raises:
         As `dsdformat.convert.convert`, where all ranks fail alike.

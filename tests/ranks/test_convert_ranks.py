@@ -29,6 +29,7 @@ TO = (
     ("dsd", "", {}),
     ("dsd", "", {"codec": "planes+zstd"}),
     ("dsd", "", {"codec": lambda name: "zstd" if "exp_avg" in name else "raw"}),
+    ("torch", ".pt", {}),
     ("safetensors", ".safetensors", {"select": "model"}),
     ("huggingface", "", {"select": "model", "max_shard_bytes": 3000}),
 )
@@ -86,16 +87,14 @@ def test_any_number_of_ranks_makes_the_bytes_of_one_process():
 
 @pytest.mark.ranks(4)
 def test_a_training_comes_back_from_one_writers_files_onto_its_shards():
-    """To files of one writer on two ranks, to one file on one, back on two, and loaded on four."""
+    """To files of one writer and to one file, back from that, and loaded on four ranks."""
     path, two, rank = shared(), pair(), distributed.get_rank()
     state = trained()
     dsd.save(path, state)
     if rank < 2:
         dsd.convert(path, f"{path}-one", to="dsd", group=two)
-    if rank == 0:
-        convert(f"{path}-one", f"{path}.pt")
-    distributed.barrier()
-    if rank < 2:
+        dsd.convert(f"{path}-one", f"{path}.pt", group=two)
+        torch.load(f"{path}.pt", weights_only=True, mmap=True)
         dsd.convert(f"{path}.pt", f"{path}-back", to="dsd", group=two)
     distributed.barrier()
     digests = set()
@@ -159,7 +158,7 @@ def test_if_one_rank_fails_all_raise_and_nothing_is_half_made():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with mock.patch.object(FileSink, "write_at", full if rank == 1 else FileSink.write_at):
-        for to in ("dsd", "huggingface", "safetensors"):
+        for to in ("dsd", "huggingface", "safetensors", "torch"):
             told = attempt("new", to=to, select="model")
             assert told.startswith("rank_failed: convert failed on rank 1")
             assert "No space left" in told
@@ -168,7 +167,8 @@ def test_if_one_rank_fails_all_raise_and_nothing_is_half_made():
     assert attempt("old", to="huggingface", select="model").startswith(
         "rank_failed: convert failed on rank 0: "
     )
-    assert attempt("new.pt").startswith("bad_argument: a file of torch.save is written by one")
+    assert attempt("new.npz").startswith("bad_argument: an .npz file of numpy is written by one")
+    assert attempt("new.pt", form="stream").startswith("bad_argument: the stream form is written")
     assert attempt("new", codec=1).startswith("bad_argument")
     assert attempt("new", select=f"mod*{rank}").startswith("ranks_disagree: what is converted")
     assert attempt("new", to="safetensors").startswith("unsupported_value")
