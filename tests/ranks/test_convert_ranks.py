@@ -12,7 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import dsdformat
@@ -104,17 +106,36 @@ def test_a_training_comes_back_from_one_writers_files_onto_its_shards():
     assert len(digests) == 1
     again = trained(seed=1, steps=1)
     assert dsd.load(f"{path}-back", again)["step"] == 2
-    other = again["model"].state_dict()
-    for name, value in state["model"].state_dict().items():
-        assert torch.equal(local(value), local(other[name])), name
-    states = (state["optim"].state_dict()["state"], again["optim"].state_dict()["state"])
-    for number, values in states[0].items():
-        for key, value in values.items():
-            assert torch.equal(local(value), local(states[1][number][key])), (number, key)
+    check_equal(again, state)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def check_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Compare the shards of two trainings."""
+    for found, wanted in zip(shards_of(one), shards_of(other), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def shards_of(state: dict[str, Any]) -> list[torch.Tensor]:
+    tensors = list(state["model"].state_dict().values())
+    for entry in state["optim"].state_dict()["state"].values():
+        tensors += [entry[key] for key in sorted(entry)]
+    assert len(tensors) == 8 + 3 * 5
+    return [one.to_local() if hasattr(one, "to_local") else one for one in tensors]
+
+
+@pytest.mark.ranks(4)
+def test_what_dcp_has_saved_becomes_the_same_from_one_process_and_from_four():
+    path, state = shared(), trained()
+    model, optimizer = get_state_dict(state["model"], state["optim"])
+    dcp.save({"model": model, "optim": optimizer, "step": 2}, checkpoint_id=path)
+    if distributed.get_rank() == 0:
+        convert(path, f"{path}-1", to="dsd")
+    dsd.convert(path, f"{path}-4", to="dsd")
+    distributed.barrier()
+    assert made(f"{path}-4") == made(f"{path}-1")
+    again = trained(seed=1, steps=1)
+    assert dsd.load(f"{path}-4", again)["step"] == 2
+    check_equal(again, state)
 
 
 @pytest.mark.ranks(4)
