@@ -54,7 +54,10 @@ def copy_tensors(
     Memory: per thread a piece: 8 MiB, or 64 MiB of tensors that are not stored by rows.
     """
     workers = Workers(threads)
-    meter.total = sum(piece.nbytes for piece in _pieces(copies, part, of))
+    if of == 1:
+        meter.total = sum(copy.tensor.nbytes for copy in copies)
+    else:
+        meter.total = sum(piece.nbytes for piece in _pieces(copies, part, of))
     buffers = _Buffers()
     try:
         workers.run(
