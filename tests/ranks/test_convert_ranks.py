@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -159,6 +160,8 @@ def test_each_rank_copies_its_part_in_a_few_blocks():
     parts: list[int] = [0] * 4
     distributed.all_gather_object(parts, total)
     assert sum(parts) == 96 * MIB + 400 * 320
+    if distributed.get_rank() == 0:
+        shutil.rmtree(os.path.dirname(path))
 
 
 @pytest.mark.ranks(4)
