@@ -6,7 +6,7 @@ holds a bounded number of blocks, whatever the size of a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,16 @@ from dsdformat.sources import Data, iter_blocks
 from dsdformat.storage.base import Buffer, Sink, Target
 from dsdformat.workers import Task, Workers
 
-__all__ = ["ChunkJob", "FilePlan", "plan_files", "write_file"]
+__all__ = [
+    "ChunkJob",
+    "FilePlan",
+    "FileWriter",
+    "end_file",
+    "plan_files",
+    "share_of",
+    "write_chunks",
+    "write_files",
+]
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +109,10 @@ class FilePlan:
     header: bytes | None = None
 
 
+# Writes data files that are planned and have labels, and fills in where their chunks lie.
+FileWriter = Callable[[Sequence[FilePlan], Target, int, Workers], None]
+
+
 def plan_files(
     jobs: Sequence[ChunkJob],
     metadata: dict[str, str],
@@ -141,23 +154,74 @@ def plan_files(
     return plans
 
 
-def write_file(plan: FilePlan, target: Target, block_nbytes: int, workers: Workers) -> None:
-    """Write one data file and make it durable; fill in where its chunks lie.
+def write_files(
+    plans: Sequence[FilePlan], target: Target, block_nbytes: int, workers: Workers
+) -> None:
+    """Write data files one after another, and make each durable; fill in where chunks lie.
 
     Memory: two blocks per thread, and none for raw chunks that are buffers.
     """
-    sink = target.create(plan.label)
-    try:
-        end = _write_chunks(plan, sink, block_nbytes, workers)
+    for plan in plans:
+        sink = target.create(plan.label)
+        try:
+            write_chunks(plan, plan.jobs, sink, block_nbytes, workers)
+            end_file(plan, sink)
+        except BaseException:
+            sink.discard()
+            raise
+        sink.close()
+
+
+def share_of(plans: Sequence[FilePlan], part: int, of: int) -> list[list[ChunkJob]]:
+    """Return which chunks of each file one of several processes writes.
+
+    Raw chunks are shared by their bytes, each process a run of them. Where a compressed chunk
+    lies depends on those before it, so all of one file are the share of one process.
+    """
+    total = sum(job.nbytes for plan in plans for job in plan.jobs if job.codec == RAW)
+    shares: list[list[ChunkJob]] = []
+    done = 0
+    for number, plan in enumerate(plans):
+        share = []
+        for job in plan.jobs:
+            owner = number % of
+            if job.codec == RAW:
+                owner = min(of - 1, done * of // max(total, 1))
+                done += job.nbytes
+            if owner == part:
+                share.append(job)
+        shares.append(share)
+    return shares
+
+
+def write_chunks(
+    plan: FilePlan, share: Sequence[ChunkJob], sink: Sink, block_nbytes: int, workers: Workers
+) -> None:
+    """Write some chunks of a file that others may write into too; fill in where those lie.
+
+    Memory: as `write_files`.
+    """
+    at = plan.header_nbytes
+    for job in plan.jobs:
+        if job.codec == RAW:
+            job.byte_offset, job.stored_nbytes = at, job.nbytes
+            at += job.nbytes
+    workers.run(_raw_tasks([job for job in share if job.codec == RAW], sink, block_nbytes))
+    for job in share:
+        if job.codec != RAW:
+            job.byte_offset = at
+            job.stored_nbytes = _write_compressed(job, sink, block_nbytes, workers)
+            at += job.stored_nbytes
+
+
+def end_file(plan: FilePlan, sink: Sink | None) -> None:
+    """Count a file whose chunks are all written; write its header if there is a sink."""
+    if sink is not None:
         text = plan.header or header_json(_entries(plan, None), plan.metadata)
         header = emit_header(text, plan.header_nbytes)
         assert header is not None, "the room for a header was planned too small"
         sink.write_at(0, [header])
-        plan.nbytes = end
-    except BaseException:
-        sink.discard()
-        raise
-    sink.close()
+    plan.nbytes = plan.header_nbytes + sum(job.stored_nbytes for job in plan.jobs)
 
 
 def _rank_in_file(job: ChunkJob) -> tuple[int, int]:
@@ -208,20 +272,6 @@ def _entries(plan: FilePlan, bound_block: int | None) -> Iterator[HeaderEntry]:
     for job in plan.jobs:
         nbytes = job.stored_nbytes if bound_block is None else job.stored_bound(bound_block)
         yield HeaderEntry(job.key, job.dtype, job.box.shape, job.codec, nbytes)
-
-
-def _write_chunks(plan: FilePlan, sink: Sink, block_nbytes: int, workers: Workers) -> int:
-    at = plan.header_nbytes
-    raw = [job for job in plan.jobs if job.codec == RAW]
-    for job in raw:
-        job.byte_offset, job.stored_nbytes = at, job.nbytes
-        at += job.nbytes
-    workers.run(_raw_tasks(raw, sink, block_nbytes))
-    for job in plan.jobs[len(raw) :]:
-        job.byte_offset = at
-        job.stored_nbytes = _write_compressed(job, sink, block_nbytes, workers)
-        at += job.stored_nbytes
-    return at
 
 
 def _raw_tasks(jobs: list[ChunkJob], sink: Sink, block_nbytes: int) -> Iterator[Task]:

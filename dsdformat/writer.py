@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from dsdformat.boxes import Box
-from dsdformat.datafiles import ChunkJob, FilePlan, plan_files, write_file
+from dsdformat.datafiles import ChunkJob, FilePlan, FileWriter, plan_files, write_files
 from dsdformat.errors import ArgumentError, MismatchError, UnsupportedValueError, shorten
 from dsdformat.format.bodies import is_label
 from dsdformat.format.codecs import CODECS, PLANES, RAW, ZSTD, can_compress
@@ -79,6 +79,7 @@ class PartWriter:
         threads: int | None = None,
         metadata: Mapping[str, str] | None = None,
         adapt: Leaf | None = None,
+        write_files: FileWriter = write_files,
     ) -> None:
         _check_options(rank, world_size, block_nbytes)
         self._target = target
@@ -91,6 +92,7 @@ class PartWriter:
         self._jobs: list[ChunkJob] = []
         self._plans: list[FilePlan] = []
         self._adapt = adapt
+        self._write_files = write_files
         self._sources: list[TensorSource] = []
         self._meshes: dict[int, tuple[Mesh, bool]] = {}
         self._planned: tuple[Any, list[TensorRecord]] | None = None
@@ -199,7 +201,7 @@ class PartWriter:
         try:
             for plan, label in zip(plans, labels, strict=True):
                 plan.label = label
-                write_file(plan, self._target, self._block_nbytes, self._workers)
+            self._write_files(plans, self._target, self._block_nbytes, self._workers)
         finally:
             self._workers.close()
         ordered = sorted(plans, key=lambda plan: plan.label)

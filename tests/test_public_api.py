@@ -108,6 +108,7 @@ TORCH_NAMES = [
     "SaveHandle",
     "broadcast",
     "consolidate",
+    "convert",
     "distribute",
     "export_safetensors",
     "free_staging",

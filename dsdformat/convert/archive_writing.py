@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsdformat.convert.archive import MAGIC
@@ -71,8 +71,27 @@ class ArchiveWriter:
         self._write(struct.pack(form, b"PK\x07\x08", crc, nbytes, nbytes))
         self._entries.append(_Entry(encoded, offset, nbytes, crc))
 
-    def end(self) -> None:
-        """Write the directory, which ends the file."""
+    def leave(self, name: str, nbytes: int) -> None:
+        """Leave room for an entry that another process writes; its checksum is told to `end`."""
+        encoded, offset = name.encode(), self.nbytes
+        descriptor = 16 if nbytes < _WIDE else 24
+        self.nbytes += len(_header(encoded, offset, nbytes)) + nbytes + descriptor
+        self._entries.append(_Entry(encoded, offset, nbytes, 0))
+
+    @property
+    def checksums(self) -> list[int]:
+        """Of the entries, in their order; 0 for those that were left."""
+        return [entry.crc for entry in self._entries]
+
+    def end(self, checksums: Sequence[int] = ()) -> None:
+        """Write the directory, which ends the file.
+
+        Args:
+            checksums: Of all entries, if some were left.
+        """
+        if checksums:
+            rows = zip(self._entries, checksums, strict=True)
+            self._entries = [replace(entry, crc=crc) for entry, crc in rows]
         start = self.nbytes
         for entry in self._entries:
             self._write(_listed(entry))

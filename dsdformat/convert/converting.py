@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields
+from types import NoneType
 from typing import Any
 
 from dsdformat.convert.choosing import choose
@@ -17,6 +19,7 @@ from dsdformat.convert.kinds import open_any
 from dsdformat.convert.optimizer_naming import with_optimizers
 from dsdformat.convert.outputs import Job, Meter, OutputKind, Progress
 from dsdformat.convert.settling import Finding, Policy
+from dsdformat.convert.teams import ALONE, DOING, Team
 from dsdformat.convert.write_dcp import write_dcp
 from dsdformat.convert.write_dsd import write_dsd
 from dsdformat.convert.write_npz import write_npz
@@ -25,7 +28,7 @@ from dsdformat.convert.write_torch import write_torch
 from dsdformat.errors import ArgumentError, shorten
 from dsdformat.modelfiles import HF_METADATA
 
-__all__ = ["OUTPUTS", "Converted", "convert", "find_output"]
+__all__ = ["OUTPUTS", "Converted", "Request", "convert", "convert_as", "find_output"]
 
 PathLike = str | os.PathLike[str]
 
@@ -41,6 +44,7 @@ OUTPUTS: dict[str, OutputKind] = {
             options=("codec", "names"),
             metadata=True,
             optimizers="named",
+            shared=True,
         ),
         OutputKind(
             "safetensors",
@@ -50,6 +54,7 @@ OUTPUTS: dict[str, OutputKind] = {
             options=("ties",),
             folder=False,
             metadata=True,
+            shared=True,
         ),
         OutputKind(
             "huggingface",
@@ -57,6 +62,7 @@ OUTPUTS: dict[str, OutputKind] = {
             write_huggingface,
             options=("ties", "max_shard_bytes"),
             metadata=True,
+            shared=True,
         ),
         OutputKind(
             "torch",
@@ -66,6 +72,7 @@ OUTPUTS: dict[str, OutputKind] = {
             options=("weights_only", "form"),
             folder=False,
             optimizers="numbered",
+            shared=True,
         ),
         OutputKind(
             "npz",
@@ -112,6 +119,71 @@ class Converted:
     lost_metadata: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     root: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `convert` is asked for; its arguments say what each means."""
+
+    src: PathLike | Sequence[PathLike]
+    dst: PathLike
+    to: str | None = None
+    overwrite: bool = False
+    select: str | Iterable[str] | None = None
+    drop_values: bool = False
+    unknown: Policy = "refuse"
+    with_side_files: bool = False
+    verify: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        src: PathLike | Sequence[PathLike], dst: PathLike, arguments: Mapping[str, Any]
+    ) -> Request:
+        """Make one of the keyword arguments of `convert`."""
+        known = {one.name for one in fields(Request)} - {"src", "dst", "options"}
+        own = {name: value for name, value in arguments.items() if name in known}
+        if not isinstance(own.get("select"), (str, NoneType)):
+            own["select"] = list(own["select"])
+        rest = {name: value for name, value in arguments.items() if name not in known}
+        return Request(src, dst, options=rest, **own)
+
+    def told(self) -> list[Any]:
+        """Return what processes that convert together compare: values of the format."""
+        sources = [self.src] if isinstance(self.src, (str, os.PathLike)) else self.src
+        paths = [os.fspath(path) for path in (*sources, self.dst)]
+        rest = [getattr(self, one.name) for one in fields(self)[2:-1]]
+        # A function has another address in each process; what it chooses is compared later.
+        plain = [(name, "" if callable(one) else one) for name, one in self.options.items()]
+        return [*paths, *map(repr, (*rest, sorted(plain)))]
+
+    def check(self, world_size: int) -> OutputKind:
+        """Return the kind to write.
+
+        Raises:
+            ArgumentError: `bad_argument`: it has no such option, or cannot be written so.
+        """
+        kind = find_output(self.dst, self.to)
+        extra = sorted(self.options.keys() - set(kind.options))
+        if extra:
+            raise ArgumentError(
+                f"{kind.name} has no option {extra[0]}",
+                code="bad_argument",
+                hint=f"it has {', '.join(kind.options)}" if kind.options else None,
+            )
+        if self.with_side_files and not kind.folder:
+            raise ArgumentError(
+                f"{kind.what} has no room for other files",
+                code="bad_argument",
+                hint="convert to a folder, as to='huggingface'",
+            )
+        if world_size > 1 and not kind.shared:
+            raise ArgumentError(
+                f"{kind.what} is written by one process",
+                code="bad_argument",
+                hint="call dsdformat.convert.convert in one of them",
+            )
+        return kind
 
 
 # long: the options and their documentation
@@ -173,37 +245,43 @@ def convert(
     Memory: names and values, and per thread 8 MiB, or 64 MiB for tensors whose stored pieces are
         no ranges of rows; 40 MiB for `dsd`.
     """
-    kind = find_output(dst, to)
-    extra = sorted(options.keys() - set(kind.options))
-    if extra:
-        raise ArgumentError(
-            f"{kind.name} has no option {extra[0]}",
-            code="bad_argument",
-            hint=f"it has {', '.join(kind.options)}" if kind.options else None,
-        )
-    if with_side_files and not kind.folder:
-        raise ArgumentError(
-            f"{kind.what} has no room for other files",
-            code="bad_argument",
-            hint="convert to a folder, as to='huggingface'",
-        )
-    with open_any(src, unknown=unknown) as opened:
-        if verify:
-            opened.verify()
-        chosen, left_out = choose(opened, select, drop_values=drop_values)
-        chosen = joined(chosen, unknown)
-        notes: tuple[Finding, ...] = ()
-        if kind.optimizers is not None:
-            names = options.pop("names", None)
-            chosen, notes = with_optimizers(chosen, kind.optimizers, names, source=opened)
-        job = Job(
-            chosen,
-            os.fspath(dst),
-            overwrite,
-            Meter(progress),
-            opened.side_files() if with_side_files else {},
-            _threads(opened),
-        )
+    request = Request(
+        src, dst, to, overwrite, select, drop_values, unknown, with_side_files, verify, options
+    )
+    return convert_as(request, ALONE, progress)
+
+
+def convert_as(request: Request, team: Team, progress: Progress | None = None) -> Converted:
+    """Convert as one of the processes of a team, which all ask for the same.
+
+    Raises:
+        As `convert`; if that is on some ranks alone, what `team.together` raises on all.
+
+    Ranks: collective over the team.
+    Memory: as `convert`, on each.
+    """
+    with team.together(DOING):
+        kind = request.check(team.world_size)
+    with ExitStack() as stack:
+        with team.together(DOING):
+            opened = stack.enter_context(open_any(request.src, unknown=request.unknown))
+        if request.verify:
+            with team.together(DOING):
+                opened.verify(team.rank, team.world_size)
+        with team.together(DOING):
+            chosen, left_out, notes = _chosen(opened, kind, request)
+            job = Job(
+                chosen,
+                os.fspath(request.dst),
+                request.overwrite,
+                Meter(progress),
+                opened.side_files() if request.with_side_files else {},
+                _threads(opened),
+                team,
+            )
+            identity = _identity(chosen) if team.world_size > 1 else ()
+        team.check_agreement(identity, "what the source holds")
+        options = {name: one for name, one in request.options.items() if name != "names"}
         written = kind.write(job, **options)
     return Converted(
         kind=opened.kind,
@@ -216,6 +294,26 @@ def convert(
         findings=(*chosen.findings, *notes),
         root=written.root,
     )
+
+
+def _chosen(
+    opened: Foreign, kind: OutputKind, request: Request
+) -> tuple[Foreign, tuple[str, ...], tuple[Finding, ...]]:
+    """Return what is converted, what was left out of it, and what is to be told."""
+    chosen, left_out = choose(opened, request.select, drop_values=request.drop_values)
+    chosen = joined(chosen, request.unknown)
+    notes: tuple[Finding, ...] = ()
+    if kind.optimizers is not None:
+        names = request.options.get("names")
+        chosen, notes = with_optimizers(chosen, kind.optimizers, names, source=opened)
+    return chosen, left_out, notes
+
+
+def _identity(chosen: Foreign) -> list[Any]:
+    """Return what processes that see the same source agree upon: values of the format."""
+    tensors = [[name, one.dtype, list(one.shape)] for name, one in chosen]
+    own = chosen.checkpoint
+    return [chosen.kind.value, tensors, sorted(chosen.metadata.items()), own and own.root]
 
 
 def find_output(path: PathLike, to: str | None) -> OutputKind:

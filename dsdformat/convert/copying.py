@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ from dsdformat.convert.outputs import Meter
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
 from dsdformat.storage.base import Sink
-from dsdformat.workers import Task, Workers
+from dsdformat.workers import Workers
 
 __all__ = ["PIECE_NBYTES", "Copy", "copy_tensors", "cut"]
 
@@ -37,8 +37,16 @@ class Copy:
     byte_offset: int
 
 
-def copy_tensors(copies: Iterable[Copy], meter: Meter, threads: int) -> None:
+def copy_tensors(
+    copies: Sequence[Copy], meter: Meter, threads: int, *, part: int = 0, of: int = 1
+) -> None:
     """Copy tensors; each piece is written as soon as it is read.
+
+    Args:
+        copies: All of them.
+        meter: Its `total` becomes how much is copied here.
+        threads: How many read and write.
+        part, of: Which of so many parts of the bytes to copy, if not all of them.
 
     Raises:
         DsdError: what reading a tensor raises, or writing a file; other threads have ended.
@@ -46,25 +54,54 @@ def copy_tensors(copies: Iterable[Copy], meter: Meter, threads: int) -> None:
     Memory: per thread a piece: 8 MiB, or 64 MiB of tensors that are not stored by rows.
     """
     workers = Workers(threads)
+    if of == 1:
+        meter.total = sum(copy.tensor.nbytes for copy in copies)
+    else:
+        meter.total = sum(piece.nbytes for piece in _pieces(copies, part, of))
+    buffers = _Buffers()
     try:
-        workers.run(_tasks(copies, meter, _Buffers()))
+        workers.run(
+            partial(_copy_piece, piece, meter, buffers) for piece in _pieces(copies, part, of)
+        )
     finally:
         workers.close()
 
 
-def _tasks(copies: Iterable[Copy], meter: Meter, buffers: _Buffers) -> Iterator[Task]:
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A range of elements of a tensor that is copied at once."""
+
+    copy: Copy
+    start: int
+    stop: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.itemsize
+
+
+def _pieces(copies: Sequence[Copy], part: int, of: int) -> Iterator[_Piece]:
+    """Yield a run of all pieces: those that begin in one of so many parts of the bytes."""
+    total = sum(copy.tensor.nbytes for copy in copies)
+    done = 0
     for copy in copies:
-        itemsize = DTYPES[copy.tensor.dtype].itemsize
+        if done * of >= total * (part + 1):
+            return
+        done += copy.tensor.nbytes
+        if done * of < total * part:
+            continue
+        at, itemsize = done - copy.tensor.nbytes, DTYPES[copy.tensor.dtype].itemsize
         for start, stop in cut(copy.tensor, itemsize):
-            yield partial(_copy_piece, copy, start, stop, itemsize, meter, buffers)
+            if total * part <= (at + start * itemsize) * of < total * (part + 1):
+                yield _Piece(copy, start, stop, itemsize)
 
 
-def _copy_piece(
-    copy: Copy, start: int, stop: int, itemsize: int, meter: Meter, buffers: _Buffers
-) -> None:
-    piece = read_range(copy.tensor, start, stop, buffers.of((stop - start) * itemsize))
-    copy.sink.write_at(copy.byte_offset + start * itemsize, [piece])
-    meter.add(len(piece))
+def _copy_piece(piece: _Piece, meter: Meter, buffers: _Buffers) -> None:
+    copy, buffer = piece.copy, buffers.of(piece.nbytes)
+    data = read_range(copy.tensor, piece.start, piece.stop, buffer)
+    copy.sink.write_at(copy.byte_offset + piece.start * piece.itemsize, [data])
+    meter.add(len(data))
 
 
 class _Buffers:

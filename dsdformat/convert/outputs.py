@@ -7,13 +7,14 @@ and renames. Whatever ends it, nothing half-made stays.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from dsdformat.convert.files import Bytes, read_exactly
 from dsdformat.convert.foreign import Foreign
+from dsdformat.convert.meters import Meter, Progress
+from dsdformat.convert.teams import ALONE, Team
 from dsdformat.limits import MIB
 from dsdformat.storage.guards import folder_guard
 from dsdformat.storage.target import LocalTarget
@@ -29,32 +30,10 @@ __all__ = [
     "write_sides",
 ]
 
-Progress = Callable[[int, int], None]
 # By FQN and in the order of ours, by FQN in lists, or by number; see `optimizer_forms`.
 OptimizerForm = Literal["named", "listed", "numbered"]
 
 _SLAB_NBYTES = 4 * MIB
-
-
-class Meter:
-    """Counts bytes that are done, from any thread, and tells a callback.
-
-    Attributes:
-        total: How many there are in all; set when that is known.
-    """
-
-    def __init__(self, progress: Progress | None = None) -> None:
-        self.total = 0
-        self._progress = progress
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        """Count some more."""
-        if self._progress is not None:
-            with self._lock:
-                self._done += nbytes
-                self._progress(self._done, self.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +47,7 @@ class Job:
         meter: Its `total` is set by the writer, which then counts the bytes that it has written.
         sides: Files to put beside the data, by plain name; empty where the kind is one file.
         threads: How many threads may read and write.
+        team: The processes that write it together, with equal jobs.
     """
 
     opened: Foreign
@@ -76,6 +56,7 @@ class Job:
     meter: Meter = field(default_factory=Meter)
     sides: Mapping[str, Bytes] = field(default_factory=dict)
     threads: int = 1
+    team: Team = ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +89,7 @@ class OutputKind:
         folder: Whether it is a folder, and has room for other files.
         metadata: Whether it has room for free strings.
         optimizers: The form of optimizers' states in it; as they are if None.
+        shared: Whether several processes can write it together.
     """
 
     name: str
@@ -118,6 +100,7 @@ class OutputKind:
     folder: bool = True
     metadata: bool = False
     optimizers: OptimizerForm | None = None
+    shared: bool = False
 
 
 def write_sides(target: LocalTarget, sides: Mapping[str, Bytes]) -> None:

@@ -6,7 +6,7 @@ names, so that what cannot be written is refused before anything is, and memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,17 +99,44 @@ class TorchPlan:
         Memory: 16 MiB, and what reading the tensors needs.
         """
         archive = ArchiveWriter(sink)
-        pieces: list[Any] = []
-        self._write_pickle(pieces.append)
-        archive.add(f"{_FOLDER}/{PICKLE_NAME}", self.pickle_nbytes, pieces)
-        records = {".format_version": b"1", ".storage_alignment": str(ALIGNMENT).encode()}
-        for name, data in {**records, "byteorder": b"little"}.items():
-            archive.add(f"{_FOLDER}/{name}", len(data), [data])
-        for stored in self.storages:
-            name = f"{_FOLDER}/data/{stored.key}"
-            archive.add(name, stored.tensor.nbytes, _metered(stored, meter))
-        archive.add(f"{_FOLDER}/version", 2, [b"3\n"])
+        self.write_share(archive, meter)
         archive.end()
+
+    def write_share(
+        self, archive: ArchiveWriter, meter: Meter, *, part: int = 0, of: int = 1
+    ) -> None:
+        """Write a run of the storages of the zip form, and leave room for the others.
+
+        Args:
+            archive: A file that has nothing yet; `end` is left to the caller.
+            meter: Counts what is written.
+            part, of: Which of so many runs, of about equal length; the first has all else too.
+        """
+        pieces: list[Any] = []
+        small = {".format_version": b"1", ".storage_alignment": str(ALIGNMENT).encode()}
+        if part == 0:
+            self._write_pickle(pieces.append)
+        heads = [(PICKLE_NAME, self.pickle_nbytes, pieces)]
+        heads += [(name, len(data), [data]) for name, data in small.items()]
+        heads.append(("byteorder", 6, [b"little"]))
+        for name, nbytes, blocks in heads:
+            _add(archive, name, nbytes, blocks if part == 0 else None)
+        for stored, own in zip(self.storages, self._shares(part, of), strict=True):
+            data = _metered(stored, meter) if own else None
+            _add(archive, f"data/{stored.key}", stored.tensor.nbytes, data)
+        _add(archive, "version", 2, [b"3\n"] if part == 0 else None)
+
+    def share_nbytes(self, part: int, of: int) -> int:
+        """Return how many bytes of storages a run has."""
+        rows = zip(self.storages, self._shares(part, of), strict=True)
+        return sum(stored.tensor.nbytes for stored, own in rows if own)
+
+    def _shares(self, part: int, of: int) -> Iterator[bool]:
+        """Yield of each storage whether it is one of a run."""
+        total, done = max(self.nbytes, 1), 0
+        for stored in self.storages:
+            yield min(of - 1, done * of // total) == part
+            done += stored.tensor.nbytes
 
     def write_stream(self, sink: Sink, meter: Meter) -> None:
         """Write the file in the stream form, which every torch reads.
@@ -136,6 +163,14 @@ class TorchPlan:
         )
         writer.write(self.tree, self.path)
         emitter.end()
+
+
+def _add(archive: ArchiveWriter, name: str, nbytes: int, blocks: Iterable[Any] | None) -> None:
+    """Write an entry, or leave room for it."""
+    if blocks is None:
+        archive.leave(f"{_FOLDER}/{name}", nbytes)
+    else:
+        archive.add(f"{_FOLDER}/{name}", nbytes, blocks)
 
 
 def _metered(stored: Stored, meter: Meter) -> Iterator[memoryview]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from dsdformat import folders
 from dsdformat.convert.files import Bytes, read_bytes
 from dsdformat.convert.foreign import state_of
 from dsdformat.convert.outputs import Job, Meter, Written
+from dsdformat.convert.teams import TeamTarget
 from dsdformat.errors import ArgumentError
 from dsdformat.limits import MIB
 from dsdformat.sources import TensorSource
-from dsdformat.writer import Codec
+from dsdformat.storage.target import LocalTarget
+from dsdformat.writer import Codec, PartWriter, Writer
 
 __all__ = ["counted", "write_dsd"]
 
@@ -30,21 +32,40 @@ def write_dsd(job: Job, *, codec: Codec = "raw") -> Written:
 
     Memory: names and values; 4 MiB of a tensor, or 40 MiB of one that is not contiguous.
     """
-    job.meter.total = sum(_distinct(job).values())
-    sides = {name: _whole(name, source) for name, source in job.sides.items()}
-    with folders.create(
-        job.path,
-        overwrite=job.overwrite,
-        codec=codec,
-        user=job.opened.metadata,
-        threads=job.threads,
-    ) as writer:
-        writer.add(state_of(job.opened.tree, lambda one: counted(one.source(), job.meter)))
-        for name, data in sides.items():
-            writer.add_file(name, data)
-        root = writer.commit()
-    files = tuple(sorted(os.listdir(job.path)))
-    return Written(sum(1 for _ in job.opened), job.meter.total, files, root)
+    team, nbytes = job.team, sum(_distinct(job).values())
+    job.meter.total = nbytes
+    with TeamTarget(team, partial(LocalTarget, job.path, overwrite=job.overwrite)) as target:
+        writer: PartWriter | None = None
+        with target.together():
+            writer = _planned(job, target, codec)
+        assert writer is not None
+        if isinstance(writer, Writer):
+            writer.write()
+        else:
+            writer.finish()
+        root, files = "", []
+        with target.together():
+            if isinstance(writer, Writer):
+                root, files = writer.commit(), sorted(os.listdir(job.path))
+    root, files = team.tell([root, files])
+    return Written(sum(1 for _ in job.opened), nbytes, tuple(files), root)
+
+
+def _planned(job: Job, target: TeamTarget, codec: Codec) -> PartWriter:
+    """Return a writer that has planned: the coordinator's, or one that writes a share with it."""
+    options: dict[str, Any] = {"codec": codec, "threads": job.threads}
+    if job.team.world_size > 1:
+        options["write_files"] = partial(target.write_files, meter=job.meter)
+    if isinstance(target.own, LocalTarget):
+        coordinator = Writer(target.own, user=job.opened.metadata, **options)
+        for name, source in job.sides.items():
+            coordinator.add_file(name, _whole(name, source))
+        writer: PartWriter = coordinator
+    else:
+        writer = PartWriter(target.joined, **options)
+    writer.add(state_of(job.opened.tree, lambda one: counted(one.source(), job.meter)))
+    writer.plan()
+    return writer
 
 
 def _distinct(job: Job) -> dict[int, int]:

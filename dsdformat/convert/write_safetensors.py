@@ -6,15 +6,16 @@ refused unless the caller chose what to take of it.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import get_args
 
 from dsdformat.convert.copying import Copy, copy_tensors
 from dsdformat.convert.flat import flat_tensors
 from dsdformat.convert.foreign import AnyTensor, Foreign
 from dsdformat.convert.outputs import Job, Written, folder_guard, write_sides
+from dsdformat.convert.teams import DOING, TeamTarget
 from dsdformat.errors import ArgumentError, shorten
 from dsdformat.modelfiles import (
     HF_METADATA,
@@ -48,13 +49,15 @@ def write_safetensors(job: Job, *, ties: Ties = "drop") -> Written:
         UnsupportedValueError: the file cannot hold something; nothing was written.
         StorageError: `already_exists`, `not_replaceable`, or the medium failed.
     """
-    tensors = flat_tensors(job.opened, "a safetensors file")
-    label = os.path.basename(job.path)
-    plan = plan_file(_planned(tensors, ties), _metadata(job.opened), label)
-    target = FileTarget(job.path, overwrite=job.overwrite)
-    with _undone(target):
-        sink = target.sink()
-        _write_files(job, [plan], [sink], tensors)
+    with job.team.together(DOING):
+        tensors = flat_tensors(job.opened, "a safetensors file")
+        label = os.path.basename(job.path)
+        plan = plan_file(_planned(tensors, ties), _metadata(job.opened), label)
+    make = partial(FileTarget, job.path, overwrite=job.overwrite)
+    with TeamTarget(job.team, make) as target:
+        own = target.own
+        label = job.team.tell(own.label if isinstance(own, FileTarget) else "")
+        _write_files(job, target, [label], [plan], tensors)
         target.commit()
     return _written([plan], ())
 
@@ -74,32 +77,24 @@ def write_huggingface(
         UnsupportedValueError: files cannot hold something; nothing was written.
         StorageError: `already_exists`, `not_replaceable`, or the medium failed.
     """
-    most = parse_size(max_shard_bytes)
-    tensors = flat_tensors(job.opened, "a folder of safetensors files")
-    plans = plan_files(_planned(tensors, ties), _metadata(job.opened), most)
-    index = index_json(plans)
-    names = [plan.label for plan in plans] + ([INDEX_LABEL] if index else [])
-    sides = {name: source for name, source in job.sides.items() if name not in names}
-    guard = folder_guard([*names, *sides])
-    target = LocalTarget(job.path, overwrite=job.overwrite, guard=guard)
-    with _undone(target):
-        sinks = [target.create(plan.label) for plan in plans]
-        _write_files(job, plans, sinks, tensors)
-        if index:
-            _write_whole(target.create(INDEX_LABEL), index)
-        write_sides(target, sides)
+    with job.team.together(DOING):
+        most = parse_size(max_shard_bytes)
+        tensors = flat_tensors(job.opened, "a folder of safetensors files")
+        plans = plan_files(_planned(tensors, ties), _metadata(job.opened), most)
+        index = index_json(plans)
+        names = [plan.label for plan in plans] + ([INDEX_LABEL] if index else [])
+        sides = {name: source for name, source in job.sides.items() if name not in names}
+        guard = folder_guard([*names, *sides])
+    make = partial(LocalTarget, job.path, overwrite=job.overwrite, guard=guard)
+    with TeamTarget(job.team, make) as target:
+        _write_files(job, target, [plan.label for plan in plans], plans, tensors)
+        with target.together():
+            if isinstance(target.own, LocalTarget):
+                if index:
+                    _write_whole(target.own.create(INDEX_LABEL), index)
+                write_sides(target.own, sides)
         target.commit()
     return _written(plans, (*names[len(plans) :], *sides))
-
-
-@contextlib.contextmanager
-def _undone(target: FileTarget | LocalTarget) -> Iterator[None]:
-    """Remove what was written if it does not come to an end."""
-    try:
-        yield
-    except BaseException:
-        target.abort()
-        raise
 
 
 def _planned(tensors: Mapping[str, AnyTensor], ties: Ties) -> list[FileTensor]:
@@ -125,25 +120,27 @@ def _metadata(opened: Foreign) -> dict[str, str]:
 
 
 def _write_files(
-    job: Job, plans: Sequence[ModelFile], sinks: Sequence[Sink], tensors: Mapping[str, AnyTensor]
+    job: Job,
+    target: TeamTarget,
+    labels: Sequence[str],
+    plans: Sequence[ModelFile],
+    tensors: Mapping[str, AnyTensor],
 ) -> None:
-    """Write the files, and make them durable."""
-    job.meter.total = sum(plan.nbytes - len(plan.header) for plan in plans)
-    try:
-        for plan, sink in zip(plans, sinks, strict=True):
-            sink.write_at(0, [plan.header])
-        copies = (
+    """Write this rank's share of the files, and make them durable.
+
+    Ranks: collective.
+    """
+    team = job.team
+    with target.files(labels) as sinks:
+        if team.is_coordinator:
+            for plan, sink in zip(plans, sinks, strict=True):
+                sink.write_at(0, [plan.header])
+        copies = [
             Copy(tensors[name], sink, byte_offset)
             for plan, sink in zip(plans, sinks, strict=True)
             for name, byte_offset in plan.places.items()
-        )
-        copy_tensors(copies, job.meter, job.threads)
-    except BaseException:
-        for sink in sinks:
-            sink.discard()
-        raise
-    for sink in sinks:
-        sink.close()
+        ]
+        copy_tensors(copies, job.meter, job.threads, part=team.rank, of=team.world_size)
 
 
 def _write_whole(sink: Sink, data: bytes) -> None:

@@ -6,12 +6,16 @@ What is written holds no code to run: `torch.load(weights_only=True)` reads it, 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
+from dsdformat.convert.archive_writing import ArchiveWriter
 from dsdformat.convert.outputs import Job, Written
+from dsdformat.convert.teams import DOING, TeamTarget
 from dsdformat.convert.torch_plans import TorchPlan
 from dsdformat.errors import ArgumentError, shorten
-from dsdformat.storage.target import FileSink, FileTarget
+from dsdformat.storage.base import Sink
+from dsdformat.storage.target import FileTarget
 
 __all__ = ["SinkWriter", "TorchForm", "write_torch"]
 
@@ -39,26 +43,48 @@ def write_torch(job: Job, *, weights_only: bool = True, form: TorchForm = "zip")
     """
     if form not in _FORMS:
         raise ArgumentError(f"form={shorten(form)} is neither zip nor stream", code="bad_argument")
+    if form == "stream" and job.team.world_size > 1:
+        raise ArgumentError("the stream form is written by one process", code="bad_argument")
     opened = job.opened
-    plan = TorchPlan.of(
-        opened.tree,
-        attributes=opened.attributes,
-        weights_only=weights_only,
-        legacy=form == "stream",
-    )
-    job.meter.total = plan.nbytes
-    target = FileTarget(job.path, overwrite=job.overwrite)
-    try:
-        with SinkWriter(target.sink()) as sink:
-            if form == "zip":
-                plan.write_zip(sink.write, job.meter)
-            else:
-                plan.write_stream(sink.write, job.meter)
+    with job.team.together(DOING):
+        plan = TorchPlan.of(
+            opened.tree,
+            attributes=opened.attributes,
+            weights_only=weights_only,
+            legacy=form == "stream",
+        )
+    with TeamTarget(job.team, partial(FileTarget, job.path, overwrite=job.overwrite)) as target:
+        label = job.team.tell(target.own.label if isinstance(target.own, FileTarget) else "")
+        target.begin([label])
+        if form == "zip":
+            _write_zip(job, plan, target, label)
+        else:
+            job.meter.total = plan.nbytes
+            with target.opened(label) as sink:
+                plan.write_stream(SinkWriter(sink).write, job.meter)
         target.commit()
-    except BaseException:
-        target.abort()
-        raise
     return Written(sum(1 for _ in opened), plan.nbytes, ())
+
+
+def _write_zip(job: Job, plan: TorchPlan, target: TeamTarget, label: str) -> None:
+    """Write this rank's share of the zip form, and the directory on the coordinator.
+
+    Ranks: collective.
+    """
+    team = job.team
+    job.meter.total = plan.share_nbytes(team.rank, team.world_size)
+
+    def write(data: Any) -> None:
+        sink.write_at(archive.nbytes, [data])
+
+    archive = ArchiveWriter(write)
+    with target.together(), target.opened(label) as sink:
+        plan.write_share(archive, job.meter, part=team.rank, of=team.world_size)
+    told = team.gather_values(archive.checksums)
+    with target.together():
+        if team.is_coordinator:
+            with target.opened(label) as sink:
+                archive.end([max(some) for some in zip(*told, strict=True)])
 
 
 class SinkWriter:
@@ -68,7 +94,7 @@ class SinkWriter:
         at: How much was written.
     """
 
-    def __init__(self, sink: FileSink) -> None:
+    def __init__(self, sink: Sink) -> None:
         self.at = 0
         self._sink = sink
 

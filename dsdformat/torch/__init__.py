@@ -3,14 +3,15 @@
 `save` files modules under canonical FQNs and optimizers by the names of their
 parameters; `load` compares everything first, then reads in place. Nothing is pickled, and nothing
 that a file holds is executed or imported. On several ranks each writes and reads its own part;
-`gather`, `distribute` and `broadcast` move DTensors between ranks, and `state_dict` reads and sets
-states in any wrapping.
+`gather`, `distribute` and `broadcast` move DTensors between ranks, `convert` shares the bytes of a
+conversion among them, and `state_dict` reads and sets states in any wrapping.
 """
 
 from __future__ import annotations
 
 from dsdformat.torch.background import Background, SaveHandle, free_staging
 from dsdformat.torch.broadcast import broadcast
+from dsdformat.torch.converting import convert
 from dsdformat.torch.distribute import distribute
 from dsdformat.torch.export import export_safetensors
 from dsdformat.torch.flatten import FlattenParams, consolidate
@@ -38,6 +39,7 @@ __all__ = [
     "SaveHandle",
     "broadcast",
     "consolidate",
+    "convert",
     "distribute",
     "export_safetensors",
     "free_staging",

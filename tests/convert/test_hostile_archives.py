@@ -1,11 +1,13 @@
-"""Zip files that lie about places, lengths or names: refused, and soon (B126, B132)."""
+"""Zip files that lie about places, lengths or names: refused, and soon (B126, B132, B133)."""
 
 from __future__ import annotations
 
 import io
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -299,3 +301,54 @@ def test_an_inflated_array_is_read_in_pieces_and_never_beyond_its_length(tmp_pat
             foreign.read("a")
 
     assert refused(read_it, peak=8 << 20) in ("archive_malformed", "foreign_checksum")
+
+
+def npz_of(inflates_to: bytes, said: int, *, behind: bytes = b"") -> bytes:
+    """An .npz file of one array, whose entry says how long it is."""
+    out = zlib.compressobj(wbits=-15)
+    stored = out.compress(inflates_to) + out.flush() + behind
+    lies = {"nbytes": said, "crc": zlib.crc32(inflates_to[:said])}
+    return zipped([Member("a.npy", method=8, stored=stored, local=lies, central=lies)])
+
+
+def npy_of(count: int) -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.arange(float(count)))
+    return out.getvalue()
+
+
+BOMB = bytes(32 << 20)
+ARRAY = npy_of(1000)
+INFLATED = {
+    "a-byte-more": (ARRAY + b"\0", len(ARRAY), "archive_malformed"),
+    "a-byte-more-that-it-says": (ARRAY + b"\0", len(ARRAY) + 1, "header_malformed"),
+    "a-byte-less": (ARRAY[:-1], len(ARRAY), "archive_malformed"),
+    "a-bomb": (ARRAY + BOMB, len(ARRAY), "archive_malformed"),
+    "a-bomb-that-it-says": (ARRAY + BOMB, len(ARRAY) + len(BOMB), "header_malformed"),
+}
+
+
+def read_array(data: bytes, path: Path) -> bytes:
+    path.write_bytes(data)
+    with open_foreign(path) as foreign:
+        return bytes(foreign.read("a"))
+
+
+@pytest.mark.parametrize("case", INFLATED)
+def test_what_inflates_to_another_length_than_its_array_has_is_stopped(tmp_path, refused, case):
+    """B133: the length is that of shape and dtype; exactly that is taken."""
+    assert read_array(npz_of(ARRAY, len(ARRAY)), tmp_path / "x.npz") == ARRAY[-8000:]
+    inflates_to, said, code = INFLATED[case]
+    data = npz_of(inflates_to, said)
+    assert len(data) < 50_000
+    assert refused(lambda: read_array(data, tmp_path / "x.npz"), peak=2 << 20) == code
+
+
+def test_a_second_stream_behind_the_first_is_no_part_of_an_array(tmp_path, refused):
+    """B133."""
+    out = zlib.compressobj(wbits=-15)
+    second = out.compress(ARRAY[4000:]) + out.flush()
+    cut = npz_of(ARRAY[:4000], len(ARRAY), behind=second)
+    assert refused(lambda: read_array(cut, tmp_path / "x.npz")) == "archive_malformed"
+    longer = npz_of(ARRAY, len(ARRAY), behind=second)
+    assert refused(lambda: read_array(longer, tmp_path / "x.npz")) == "archive_malformed"

@@ -83,6 +83,19 @@ def test_a_file_that_is_not_read_says_what_it_is(tmp_path, refused, case):
         open_foreign(path)
 
 
+@pytest.mark.parametrize(
+    "nbytes", [0x0280, 0x0380, 0x0480, 0x0580, 0x2E7D, 0x1F8B, 0x4B50], ids=hex
+)
+def test_a_safetensors_file_whose_length_spells_another_kind_is_one(tmp_path, nbytes):
+    """A pickle of protocol 2 to 5, a dict of protocol 0, gzip, zip: none of them explains it."""
+    text = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})
+    data = nbytes.to_bytes(8, "little") + text.ljust(nbytes).encode() + b"\0\0\x80\x3f" * 2
+    (tmp_path / "file.pt").write_bytes(data)
+    with open_foreign(tmp_path / "file.pt") as foreign:
+        assert foreign.kind is Kind.SAFETENSORS
+        assert bytes(foreign.read("a")) == data[-8:]
+
+
 FOLDERS: dict[str, tuple[list[str], str, str]] = {
     "empty": ([], "unknown_kind", "is a folder of no kind"),
     "others": (["a.txt"], "unknown_kind", "is a folder of no kind"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dsdformat import ConvertError
 from dsdformat.convert import open_foreign
 from dsdformat.convert.files import MemoryBytes
 from dsdformat.convert.safetensors_header import read_header
@@ -84,6 +85,14 @@ BAD: dict[str, tuple[bytes, str]] = {
         framed(b'{"a": {"dtype": "F32", "dtype": "F32"}}'),
         "header_malformed",
     ),
+    "a-tensor-twice": (
+        framed(b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2)),
+        "header_malformed",
+    ),
+    "metadata-twice": (
+        framed(b'{"__metadata__":{},"__metadata__":{},"a":%s}' % json.dumps(entry()).encode()),
+        "header_malformed",
+    ),
     "metadata-of-numbers": (framed({"__metadata__": {"a": 1}}), "header_malformed"),
     "metadata-that-are-none": (framed({"__metadata__": 5}), "header_malformed"),
     "an-entry-that-is-none": (framed({"a": 5}), "header_malformed"),
@@ -118,6 +127,42 @@ BAD: dict[str, tuple[bytes, str]] = {
 def test_a_header_that_lies_is_refused_with_its_code(refused, case):
     data, code = BAD[case]
     assert refused(lambda: read_header(MemoryBytes(data))) == code
+
+
+@pytest.mark.parametrize("second", [(0, 8), (8, 16), (0, 16)], ids=repr)
+def test_a_name_that_is_there_twice_is_told_whatever_its_range(second):
+    """B130: what another parser would take, the first or the last, is nothing that this one has."""
+    other = entry(shape=((second[1] - second[0]) // 4,), offsets=second)
+    rows = [("a", entry()), ("b", entry("U8", (0,), (8, 8))), ("a", other)]
+    header = ",".join(f'"{name}":{json.dumps(one)}' for name, one in rows)
+    data = framed(f"{{{header}}}".encode(), bytes(second[1]))
+    with pytest.raises(ConvertError, match="the key 'a' twice") as caught:
+        read_header(MemoryBytes(data))
+    assert caught.value.code == "header_malformed"
+
+
+FIELDS = {
+    "header-of-2-to-the-63": f"a header of {2**63 - 1} bytes",
+    "header-of-2-to-the-64": f"a header of {2**64 - 1} bytes",
+    "header-of-100-mib": "its JSON",
+    "no-offsets": r"a has the data_offsets \[\]",
+    "one-offset": r"a has the data_offsets \[0\]",
+    "offsets-that-fall": r"a has the data_offsets \[8, 0\]",
+    "offsets-below-zero": r"a has the data_offsets \[-8, 0\]",
+    "offsets-that-are-floats": r"a has the data_offsets \[0.0, 8.0\]",
+    "offsets-that-are-strings": r"a has the data_offsets \['0', '8'\]",
+    "offsets-beyond-the-file": "ends before byte",
+    "a-shape-that-is-larger": r"a has 8 bytes for \[3\] of F32",
+}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_a_number_that_lies_is_told_by_its_field_and_takes_no_memory(refused, case):
+    """B128."""
+    data, code = BAD[case]
+    assert refused(lambda: read_header(MemoryBytes(data)), peak=1_000_000) == code
+    with pytest.raises(ConvertError, match=FIELDS[case]):
+        read_header(MemoryBytes(data))
 
 
 def test_a_type_that_is_not_known_is_told_by_name(tmp_path, refused):

@@ -9,6 +9,7 @@ from vectors.builder import build
 from vectors.declare import Checkpoint as Declared
 from vectors.declare import Chunk, DataFile, Tensor
 
+import dsdformat
 from dsdformat import Checkpoint, ChecksumError
 from dsdformat.storage.memory import MemoryStorage
 from dsdformat.verify import verify_storage
@@ -94,6 +95,23 @@ def test_who_rewrites_the_digests_too_is_found_by_the_root_digest_alone(old, new
     assert problems_of(new) == []
     found = verify_with_root(new, root)
     assert found == [("digest_mismatch", "manifest.dsd")]
+
+
+# B136
+def test_a_folder_that_was_rewritten_verifies_but_for_the_digest_that_a_caller_has(
+    old, new, tmp_path
+):
+    root = Checkpoint(MemoryStorage(old)).root
+    for label, data in new.items():
+        (tmp_path / label).write_bytes(data)
+    assert dsdformat.verify(tmp_path).ok
+    report = dsdformat.verify(tmp_path, digest=root)
+    assert [(one.code, one.where) for one in report.problems] == [
+        ("digest_mismatch", "manifest.dsd")
+    ]
+    assert dsdformat.verify(tmp_path, digest=Checkpoint(MemoryStorage(new)).root).ok
+    with pytest.raises(ChecksumError):
+        dsdformat.open(tmp_path, digest=root)
 
 
 def verify_with_root(files: Files, root: str) -> list[tuple[str, str | None]]:

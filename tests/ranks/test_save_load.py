@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import dsdformat
 import dsdformat.torch as dsd
 from dsdformat.errors import DistributedError, DsdError, MismatchError, RankDisagreementError
+from dsdformat.storage.local import LocalStorage
 from dsdformat.torch.state_dict import get_state_dict, set_state_dict
 from tests.ranks.counting import watched
 from tests.ranks.folders import shared
@@ -107,6 +108,36 @@ def test_what_ranks_write_is_an_ordinary_checkpoint(saved, layout):
     assert state["step"] == 12
     assert list(state["own"]) == [str(rank) for rank in range(world_of(layout))]
     assert sorted(p.name for p in path.iterdir() if "rank" in p.name or "safetensors" in p.name)
+
+
+@pytest.mark.parametrize("layout", ["fsdp1-full-orig", "tp"])
+def test_one_process_takes_what_it_wants_of_what_two_ranks_wrote(saved, layout, monkeypatch):
+    """B144: all of it is above; a branch, a tensor, a list of names, and nothing that matches."""
+    if layout not in saved:
+        pytest.skip("this torch cannot make such a model")
+    path, (model_state, _) = saved[layout], wanted()
+    assert not distributed.is_initialized()
+    assert_same(dsd.load(path, select="model"), {"model": model_state})
+    names = [name for name, one in model_state.items() if isinstance(one, torch.Tensor)]
+    largest = max(names, key=lambda name: model_state[name].nbytes)
+    kept, reads = LocalStorage.read_into, []
+
+    def noting(self, label, byte_offset, into):
+        if label.endswith(".safetensors"):
+            reads.append(len(into))
+        return kept(self, label, byte_offset, into)
+
+    monkeypatch.setattr(LocalStorage, "read_into", noting)
+    loaded = dsd.load(path, select=f"model/{largest}")
+    assert_same(loaded, {"model": {largest: model_state[largest]}})
+    assert sum(reads) == model_state[largest].nbytes
+    with dsdformat.open(path) as checkpoint:
+        assert {f"model/{name}" for name in names} <= {one.name for one in checkpoint}
+        found = bytes(checkpoint.read(f"model/{largest}"))
+    assert found == model_state[largest].numpy().tobytes()
+    for strict in (True, False):
+        with pytest.raises(dsdformat.EntryNotFoundError):
+            dsd.load(path, select="modle/*", strict=strict)
 
 
 def load_all(target: str, paths: dict[str, str]) -> list[str]:

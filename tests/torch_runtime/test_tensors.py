@@ -725,6 +725,30 @@ def test_a_value_comes_back_in_a_snapshot(value):
     assert_same(dsd.snapshot({"v": value}), {"v": value})
 
 
+def test_one_state_holds_all_that_trainers_keep_beside_tensors(tmp_path):
+    """B137: what is saved can be loaded; what cannot is refused at save, with its key."""
+    state = {
+        "loss": np.float64(0.25),
+        "count": np.int32(7),
+        "numpy": np.random.RandomState(1).get_state(),
+        "generator": np.random.default_rng(1).bit_generator.state,
+        "torch": torch.get_rng_state(),
+        "path": Path("runs") / "3",
+        "started": datetime.datetime(2026, 3, 29, 2, 30, fold=1),
+        "order": OrderedDict([("z", 1), ("a", 2)]),
+        "seen": {1, 2, 3},
+    }
+    dsd.save(tmp_path / "c", state)
+    loaded = dsd.load(tmp_path / "c")
+    assert_same(dict(loaded), state)
+    assert type(loaded["loss"]) is np.float64
+    torch.set_rng_state(loaded["torch"])
+    with pytest.raises(UnsupportedValueError, match=r"^\$\.mode: .*Mode") as caught:
+        dsd.save(tmp_path / "d", {**state, "mode": Mode.FAST})
+    assert caught.value.path_in_tree == "$.mode"
+    assert [one.name for one in tmp_path.iterdir()] == ["c"]
+
+
 @pytest.mark.parametrize("live", [[], [{"z": 0}], None, {}, 5, "text", ()], ids=repr)
 def test_a_list_is_a_value_and_not_a_structure_of_keys(load_into, live):
     """A fresh program whose list is still empty gets the list that has grown."""
