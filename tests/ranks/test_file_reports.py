@@ -14,13 +14,17 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import dsdformat
 import dsdformat.torch as dsd
 from dsdformat.errors import DistributedError
 from dsdformat.plan import kept_plans
+from dsdformat.torch.state_dict import set_model_state_dict
 from tests.ranks.counting import counted, data_reads, reads
 from tests.ranks.layouts import Extra, build, everywhere, layouts, train
+from tests.ranks.options import FULL
 from tests.ranks.shards import dtensor, mesh_of
 from tests.ranks.test_reports import Deep
 from tests.ranks.test_save_load import Even, Stage, shared, whole
@@ -45,6 +49,53 @@ def test_pieces_that_claim_different_whole_shapes_are_not_stored():
     assert len(set(everywhere(str(caught.value)))) == 1
     distributed.barrier()
     assert not [one for one in Path(path).parent.iterdir() if "claims" in one.name]
+
+
+# B036, B040: rows that a rank holds lie apart in the whole
+
+
+def stored_rows(path: str, name: str) -> list[list[int]]:
+    """For each rank the rows of a tensor that it has stored."""
+    with dsdformat.open(path) as checkpoint:
+        files = checkpoint.table.body.files
+        rows: list[list[int]] = [[] for _ in range(checkpoint.world_size)]
+        for chunk in checkpoint.table.row(checkpoint.tensor(name).index).chunks:
+            first, count = chunk.box.offset[0], chunk.box.shape[0]
+            rows[files[chunk.file].rank] += range(first, first + count)
+        return [sorted(some) for some in rows]
+
+
+@pytest.mark.ranks(4)
+def test_shards_of_columns_that_fsdp2_cut_again_are_stored_where_they_truly_lie():
+    path, mesh = shared("strided"), mesh_of((2, 2), ("dp", "tp"))
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 8)), mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    wanted = torch.arange(32.0).view(8, 4)
+    set_model_state_dict(model, {"0.weight": wanted, "0.bias": torch.arange(8.0)}, options=FULL)
+    assert torch.equal(model[0].weight.full_tensor(), wanted)  # by torch
+    dsd.save(path, {"model": model})
+    held = [int(row[0]) // 4 for row in model[0].weight.to_local()]
+    assert everywhere(held) == stored_rows(path, "model/0.weight")
+    kept = dsd.load(path)["model"]
+    assert_same(kept, {"0.bias": torch.arange(8.0), "0.weight": wanted})
+
+
+@pytest.mark.ranks(2)
+def test_slices_of_two_stacked_halves_are_several_boxes_and_come_back_in_order():
+    path, rank = shared("stacked"), distributed.get_rank()
+    wanted = torch.arange(32.0).view(8, 4)
+    rows = [0, 1, 4, 5] if rank == 0 else [2, 3, 6, 7]
+    cut = [_StridedShard(0, split_factor=2)]
+    fused = dtensor(wanted[rows].clone(), mesh_of((2,)), cut, (8, 4))
+    dsd.save(path, {"w": fused})
+    assert stored_rows(path, "w") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    with dsdformat.open(path) as checkpoint:
+        boxes = [chunk.box.offset for chunk in checkpoint.tensor("w").chunks]
+    assert boxes == [(0, 0), (2, 0), (4, 0), (6, 0)]
+    assert_same(dsd.load(path), {"w": wanted})
+    plain = {"w": torch.zeros(8, 4)}
+    dsd.load(path, plain)
+    assert_same(plain, {"w": wanted})
 
 
 # B041: who writes under hybrid sharding
