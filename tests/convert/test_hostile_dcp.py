@@ -6,6 +6,7 @@ Each starts from a folder that torch wrote, and changes one thing in the metadat
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pickle
 import shutil
 from collections.abc import Callable
@@ -134,6 +135,12 @@ HIDDEN: dict[str, Change] = {
     "storage-meta": field("storage_meta", Touch()),
     "version": field("version", Touch()),
 }
+EXTENSIONS = {
+    "an-extension": (place(transform_descriptors=["zstd"]), "dcp_item"),
+    "an-extension-that-is-none": (place(transform_descriptors=[5]), "pickle_value"),
+}
+if "transform_descriptors" not in inspect.signature(_StorageInfo).parameters:
+    EXTENSIONS = {}  # the oldest torch has none
 LIES: dict[str, tuple[Change, str]] = {
     "a-payload-as-an-entry": (field("state_dict_metadata", {"w": Touch()}), "pickle_value"),
     "a-payload-as-the-entries": (field("state_dict_metadata", Touch()), "pickle_value"),
@@ -173,8 +180,7 @@ LIES: dict[str, tuple[Change, str]] = {
     "an-offset-below-zero": (place(offset=-1), "pickle_value"),
     "a-length-beyond-the-file": (place(length=2**40), "foreign_truncated"),
     "a-length-of-2-to-the-63": (place(length=2**63), "pickle_value"),
-    "an-extension": (place(transform_descriptors=["zstd"]), "dcp_item"),
-    "an-extension-that-is-none": (place(transform_descriptors=[5]), "pickle_value"),
+    **EXTENSIONS,
     "a-path-in-the-tree-that-is-empty": (paths(w=()), "dcp_metadata"),
     "a-path-in-the-tree-of-a-float": (paths(w=("a", 1.5)), "dcp_metadata"),
     "a-path-in-the-tree-of-a-number": (paths(w=(5,)), "dcp_metadata"),

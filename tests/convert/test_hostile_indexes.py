@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from samples import NO_DIST
 
 import dsdformat
 import dsdformat.torch as dsd
@@ -48,7 +49,7 @@ def ours(folder: Path) -> Path:
 
 
 def of_dcp(folder: Path) -> Path:
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=folder, **NO_DIST)
     return folder / ".metadata"
 
 

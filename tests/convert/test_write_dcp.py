@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from samples import VALUES, trained, written
+from samples import FORMS, NO_DIST, VALUES, needs_forms, trained, written
 from test_torch_files import DTYPES, LAYOUTS, bits
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -95,7 +95,7 @@ def test_tied_tensors_are_stored_once_and_tied_again(made, tmp_path):
     _, folder = made({"a": TIED, "b": {"c": TIED}, "d": TIED.clone()})
     assert (folder / "__0_0.distcp").stat().st_size < 3 * TIED.nbytes
     state = {"a": torch.zeros(100, 30), "b": {"c": torch.zeros(100, 30)}}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    dcp.load(state, checkpoint_id=folder, **NO_DIST)
     assert torch.equal(state["a"], TIED)
     assert torch.equal(state["b"]["c"], TIED)
     with open_any(folder) as opened:
@@ -103,11 +103,10 @@ def test_tied_tensors_are_stored_once_and_tied_again(made, tmp_path):
         assert opened.paths(opened.tensor("b/c")) == [("a",), ("b", "c")]
 
 
+@needs_forms
 def test_equal_chunks_of_one_safetensors_file_are_not_tied(tmp_path):
-    from torch.distributed.checkpoint.filesystem import SerializationFormat
-
     state = {"a": torch.ones(3), "b": torch.zeros(3)}
-    folder = written(state, tmp_path / "dcp", serialization_format=SerializationFormat.SAFETENSORS)
+    folder = written(state, tmp_path / "dcp", serialization_format=FORMS.SAFETENSORS)
     with open_any(folder) as opened:
         assert len(opened) == 2
         assert bytes(opened.read("b")) == bytes(12)
@@ -124,7 +123,7 @@ def test_nested_templates_are_loaded(made):
         "plain": [],
         "tuple": (),
     }
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    dcp.load(state, checkpoint_id=folder, **NO_DIST)
     assert all(torch.equal(state["model"][name], STATE["model"][name]) for name in state["model"])
     assert state["step"] == 3
     assert state["list"][0] == 1
@@ -170,7 +169,7 @@ def test_a_general_checkpoint_is_loaded_by_templates_of_torch(tmp_path):
     convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", names=names)
     parts = get_state_dict(model, optimizer)
     fresh = {"model": parts[0], "optimizer": parts[1], "scheduler": {"last_epoch": 0}}
-    dcp.load(fresh, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(fresh, checkpoint_id=tmp_path / "dcp", **NO_DIST)
     assert fresh["scheduler"]["last_epoch"] == 2
     set_state_dict(
         model,
@@ -191,7 +190,7 @@ def test_every_dtype_is_loaded_bit_for_bit(made, tmp_path, dtype):
     root, folder = made(state)
     assert convert(folder, tmp_path / "again", to="dsd").root == root
     loaded = {name: torch.empty_like(one) for name, one in state.items()}
-    dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+    dcp.load(loaded, checkpoint_id=folder, **NO_DIST)
     for name, one in state.items():
         if one.numel():
             assert torch.equal(loaded[name].view(torch.uint8), one.view(torch.uint8))
@@ -202,7 +201,7 @@ def test_every_layout_is_loaded_exactly(made, layout):
     tensor = LAYOUTS[layout].resolve_conj().resolve_neg()
     _, folder = made({"w": tensor}, max_chunk_bytes=64)
     loaded = {"w": torch.zeros(tensor.shape, dtype=tensor.dtype)}
-    dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+    dcp.load(loaded, checkpoint_id=folder, **NO_DIST)
     assert torch.equal(loaded["w"], tensor)
 
 

@@ -57,6 +57,8 @@ def test_a_training_state_is_loaded_with_weights_only(trip, form):
 
 @pytest.mark.parametrize("what", SAFE)
 def test_plain_values_are_loaded_with_weights_only(trip, what):
+    if what == "constants" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
+        pytest.skip("this torch takes torch.int4 for no plain value")
     assert repr(trip({what: VALUES[what]})[what]) == repr(VALUES[what])
 
 
