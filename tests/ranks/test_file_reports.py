@@ -240,6 +240,8 @@ def planning() -> Iterator[tuple[list[int], list[Any]]]:
 
 @pytest.mark.ranks(2)
 def test_a_repeated_save_is_not_planned_again():
+    if not hasattr(DeviceMesh, "mesh"):
+        pytest.skip("the mesh of this torch is an attribute, which nothing counts")
     state, rank = many(40), distributed.get_rank()
     with planning() as (planned, looked):
         with counted() as first:
