@@ -14,10 +14,12 @@ from dsdformat.convert import Policy
 from dsdformat.convert.opening import Paths, open_origin
 from dsdformat.convert.reading import ForeignReader
 from dsdformat.errors import DsdError, MismatchError
+from dsdformat.format.digests import digest as digest_of
 from dsdformat.reader import Checkpoint
 from dsdformat.renaming import renamed
 from dsdformat.selection import Rename
 from dsdformat.signing import Key
+from dsdformat.torch.alike import KEY_NBYTES, find_alike
 from dsdformat.torch.background import settle
 from dsdformat.torch.builder import Builder, Form
 from dsdformat.torch.comm import Comm
@@ -29,7 +31,7 @@ from dsdformat.torch.options import ByName, Device, LoadOptions, as_device
 from dsdformat.torch.origin import Origin
 from dsdformat.torch.per_rank import chosen
 from dsdformat.torch.recipes import RECIPES, Recipe, build, find_recipe
-from dsdformat.torch.report import Loaded
+from dsdformat.torch.report import Loaded, LoadReport
 from dsdformat.torch.rng import rng_state, set_rng_state
 from dsdformat.torch.stored import (
     Composite,
@@ -132,7 +134,8 @@ def load(  # noqa: PLR0913
             `{"rng": None}` asks for all that is stored under `rng`. None for the plain nested
             state.
         strict: Whether names that are missing or unexpected, and tensors that differ in shape or
-            dtype, are errors; else what fits is loaded. Of globs: a mapping to either.
+            dtype, are errors; else what fits is loaded. Of globs: a mapping to either. On several
+            ranks a name is unexpected if none of them wants it.
         device: Where new tensors are made, and parameters on the meta device materialized; the
             CPU if None. One device, a mapping from globs to devices, or a function of the name.
         dtype: The dtype that floating tensors may be, or are, converted to: one, a mapping from
@@ -215,6 +218,8 @@ def load(  # noqa: PLR0913
             tree, template, fresh = chosen(tree, template, comm.rank)
             loading = Loading(origin, tree, template, options, moved)
             loading.plan.report.fresh += fresh
+        _leave_to_others(comm, loading.plan.report)
+        with comm.together("load"):
             _check(loading, hint)
             if isinstance(origin, ForeignReader):
                 origin.prepare(loading.wanted(), verify=verify, part=comm.rank, of=comm.world_size)
@@ -233,6 +238,19 @@ def _named(origin: Checkpoint | ForeignReader) -> str:
     if isinstance(origin, ForeignReader):
         return f"{len(origin)} tensors of {origin.name}"
     return f"root {origin.root}"
+
+
+def _leave_to_others(comm: Comm, report: LoadReport) -> None:
+    """Take off what this rank does not want and another one does, as stages of a pipeline.
+
+    Ranks: collective over the group.
+    """
+    if comm.world_size == 1:
+        return
+    names = list(dict.fromkeys(report.unexpected))
+    keys = [digest_of(name.encode("utf-8", "surrogatepass"))[:KEY_NBYTES] for name in names]
+    holders = zip(names, find_alike(comm, keys), strict=True)
+    report.unexpected[:] = [name for name, ranks in holders if len(ranks) == comm.world_size]
 
 
 def _check(loading: Loading, hint: str | None) -> None:

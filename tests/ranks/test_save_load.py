@@ -46,12 +46,21 @@ SOURCES = (
     "tp",
     "fsdp2-tp",
     "hsdp",
+    "stages",
 )
 TARGETS = (*SOURCES, "fsdp1-no-flat", "fsdp1-nested-orig", "fsdp2-nested", "compiled-fsdp2")
 
 
+def half_of_net() -> nn.Module:
+    """The stage of a pipeline that this rank has, of two."""
+    model = Net()
+    for name in (("out", "extra"), ("inner", "row"))[distributed.get_rank()]:
+        delattr(model, name)
+    return model
+
+
 def state_of(layout: str) -> dict[str, Any]:
-    model = build(layout)
+    model = half_of_net() if layout == "stages" else build(layout)
     return {"model": model, "optimizer": OPTIMIZERS["adamw"](model.parameters())}
 
 
@@ -59,9 +68,24 @@ def wanted() -> tuple[dict[str, Any], dict[str, Any]]:
     return numbered_model(Net()), numbered_optimizer(Net(), OPTIMIZERS["adamw"])
 
 
+def wanted_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is wanted of a model that may be a stage."""
+    model_state, optimizer_state = wanted()
+    if not isinstance(model, Net) or len(list(model.children())) == len(list(Net().children())):
+        return model_state, optimizer_state
+    names = dict(model.named_parameters())
+    own = {key: value for key, value in model_state.items() if key in model.state_dict()}
+    state = {key: value for key, value in optimizer_state["state"].items() if key in names}
+    groups = [
+        {**group, "params": [name for name in group["params"] if name in names]}
+        for group in optimizer_state["param_groups"]
+    ]
+    return own, {"state": state, "param_groups": groups}
+
+
 def save_layout(layout: str, path: str) -> str:
     state = state_of(layout)
-    model_state, optimizer_state = wanted()
+    model_state, optimizer_state = wanted_of(state["model"])
     set_state_dict(
         state["model"],
         state["optimizer"],
@@ -75,7 +99,7 @@ def save_layout(layout: str, path: str) -> str:
 
 
 def world_of(layout: str) -> int:
-    return 1 if layout == "plain" else LAYOUTS[layout].world_size
+    return {"plain": 1, "stages": 2}.get(layout) or LAYOUTS[layout].world_size
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +167,9 @@ def test_one_process_takes_what_it_wants_of_what_two_ranks_wrote(saved, layout, 
 def load_all(target: str, paths: dict[str, str]) -> list[str]:
     """Load the checkpoints of all layouts into one; name those that come out wrong."""
     wrong, rank = [], distributed.get_rank()
-    model_state, optimizer_state = wanted()
     for source, path in paths.items():
         state = state_of(target)
+        model_state, optimizer_state = wanted_of(state["model"])
         rest = dsd.load(path, {**state, "own": dsd.PerRank(None)})
         found = get_state_dict(state["model"], state["optimizer"], options=FULL)
         try:
@@ -263,11 +287,15 @@ def save_stages(path: str, sharded: bool) -> None:
 
 def load_stages(path: str, sharded: bool) -> None:
     numbers = [0, 3] if distributed.get_rank() < distributed.get_world_size() // 2 else [1, 2]
+    few, _ = stage([one for one in numbers if one != 3], sharded)
+    with pytest.raises(MismatchError, match=r"(?s)unexpected.*model/layers\.3"):
+        dsd.load(path, {"model": few}, select="model")
     model, optimizer = stage(numbers, sharded)
     with torch.no_grad():
         for one in model.parameters():
             one.zero_()
-    dsd.load(path, {"model": model, "optimizer": optimizer}, strict={"*": False})
+    loaded = dsd.load(path, {"model": model, "optimizer": optimizer})
+    assert loaded.report.unexpected == []
     for name, one in joined(model.state_dict()).items():
         assert_same(one, torch.full_like(one, int(name.split(".")[1]) + 0.5))
     assert len(optimizer.state) == 4
