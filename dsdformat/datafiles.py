@@ -27,7 +27,7 @@ from dsdformat.format.payload import (
 )
 from dsdformat.limits import FILE_CHUNKS_MAX, HEADER_ALIGNMENT, HEADER_NBYTES_MAX
 from dsdformat.sources import Data, iter_blocks
-from dsdformat.storage.base import Buffer, Sink, Target
+from dsdformat.storage.base import Buffer, Sink, Target, completed
 from dsdformat.workers import Task, Workers
 
 __all__ = [
@@ -162,14 +162,9 @@ def write_files(
     Memory: two blocks per thread, and none for raw chunks that are buffers.
     """
     for plan in plans:
-        sink = target.create(plan.label)
-        try:
+        with completed(target.create(plan.label)) as sink:
             write_chunks(plan, plan.jobs, sink, block_nbytes, workers)
             end_file(plan, sink)
-        except BaseException:
-            sink.discard()
-            raise
-        sink.close()
 
 
 def share_of(plans: Sequence[FilePlan], part: int, of: int) -> list[list[ChunkJob]]:

@@ -48,7 +48,7 @@ from dsdformat.parts import (
     read_parts,
 )
 from dsdformat.sources import Data, Reference, TensorSource
-from dsdformat.storage.base import Target
+from dsdformat.storage.base import Target, completed
 from dsdformat.storage.target import JoinedTarget
 from dsdformat.workers import Workers
 
@@ -432,13 +432,8 @@ class Writer(PartWriter):
         return root.hex()
 
     def _write_whole(self, label: str, pieces: Sequence[bytes]) -> None:
-        sink = self._target.create(label)
-        try:
+        with completed(self._target.create(label)) as sink:
             sink.write_at(0, pieces)
-        except BaseException:
-            sink.discard()
-            raise
-        sink.close()
 
     def _add_indexes(self) -> None:
         """Add the index that loaders of Hugging Face folders want for a model of several files."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +13,7 @@ from dsdformat.cli.grids import element_json, element_text
 from dsdformat.cli.opening import open_source, tell_findings
 from dsdformat.cli.options import Json, Source
 from dsdformat.cli.progress import progress_bar
-from dsdformat.cli.render import Column, Output, format_count, format_size
+from dsdformat.cli.render import Column, Output, format_size
 from dsdformat.cli.values import is_tensor, short_text, type_name, value_json
 from dsdformat.convert import Change, Difference
 from dsdformat.convert import diff as compare
@@ -126,7 +125,9 @@ def _print(out: Output, a: str, b: str, found: Difference, seconds: float) -> No
         ]
     )
     for title, names in (("only in a", found.only_a), ("only in b", found.only_b)):
-        _print_table(out, [Column(title, flexible=True)], ((name,) for name in names), len(names))
+        out.first_rows(
+            [Column(title, flexible=True)], ((name,) for name in names), len(names), ROWS_SHOWN
+        )
     _print_changes(out, found.changes)
     rows = ((name, _tied(one), _tied(other)) for name, one, other in found.ties)
     columns = [
@@ -134,7 +135,7 @@ def _print(out: Output, a: str, b: str, found: Difference, seconds: float) -> No
         Column("a", flexible=True),
         Column("b", flexible=True),
     ]
-    _print_table(out, columns, rows, len(found.ties))
+    out.first_rows(columns, rows, len(found.ties), ROWS_SHOWN)
 
 
 def _counts(compared: int, differing: int) -> str:
@@ -156,7 +157,7 @@ def _print_changes(out: Output, changes: Sequence[Change]) -> None:
     else:
         columns += [Column("a", flexible=True), Column("b", flexible=True)]
         rows = ((change.name, change.what, *_side_texts(change)) for change in changes)
-    _print_table(out, columns, rows, len(changes))
+    out.first_rows(columns, rows, len(changes), ROWS_SHOWN)
 
 
 def _what(change: Change) -> str:
@@ -182,16 +183,6 @@ def _side_text(change: Change, side: Any) -> str:
     if is_tensor(side):
         return f"{side.dtype} {list(side.shape)}"
     return f"{type_name(side)} {short_text(side)}" if change.what == "type" else short_text(side)
-
-
-def _print_table(
-    out: Output, columns: Sequence[Column], rows: Iterable[Sequence[str]], count: int
-) -> None:
-    if count:
-        out.line()
-        out.table(columns, itertools.islice(rows, ROWS_SHOWN))
-    if count > ROWS_SHOWN:
-        out.line(f"and {format_count(count - ROWS_SHOWN, 'more', 'more')}; --json lists all")
 
 
 def _document(a: str, b: str, found: Difference, seconds: float) -> dict[str, Any]:

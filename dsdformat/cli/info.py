@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -165,10 +165,12 @@ def _print_sections(out: Output, tensors: TensorSums, values: ValueSums) -> None
         for name, sums in tensors.sections.items()
     )
     name, count = Column("section", flexible=True), Column("values", right=True)
-    _print_table(out, [name, _TENSORS, _ELEMENTS, _SIZE, count], sections, len(tensors.sections))
+    out.first_rows(
+        [name, _TENSORS, _ELEMENTS, _SIZE, count], sections, len(tensors.sections), ROWS_SHOWN
+    )
     dtypes = ((name, *_cells(sums)) for name, sums in tensors.dtypes.items())
     columns = [Column("dtype"), _TENSORS, _ELEMENTS, _SIZE]
-    _print_table(out, columns, dtypes, len(tensors.dtypes))
+    out.first_rows(columns, dtypes, len(tensors.dtypes), ROWS_SHOWN)
 
 
 def _print_files(out: Output, checkpoint: Checkpoint) -> None:
@@ -177,7 +179,7 @@ def _print_files(out: Output, checkpoint: Checkpoint) -> None:
         ("side file", checkpoint.side_files),
     ):
         rows = ((label, format_size(nbytes)) for label, nbytes in files.items())
-        _print_table(out, [Column(title, flexible=True), _SIZE], rows, len(files))
+        out.first_rows([Column(title, flexible=True), _SIZE], rows, len(files), ROWS_SHOWN)
 
 
 def _print_placements(out: Output, tensors: TensorSums) -> None:
@@ -186,26 +188,15 @@ def _print_placements(out: Output, tensors: TensorSums) -> None:
         for (mesh, placements), sums in tensors.placements.items()
     )
     mesh, placements = Column("mesh", flexible=True), Column("placements", flexible=True)
-    _print_table(out, [mesh, placements, _TENSORS, _SIZE], rows, len(tensors.placements))
+    out.first_rows([mesh, placements, _TENSORS, _SIZE], rows, len(tensors.placements), ROWS_SHOWN)
 
 
 def _print_values(out: Output, user: Mapping[str, str], values: ValueSums) -> None:
     rows = ((name, type_name(value), short_text(value)) for name, value in values.top.items())
     columns = [Column("value", flexible=True), Column("type"), Column("", flexible=True)]
-    _print_table(out, columns, rows, len(values.top))
+    out.first_rows(columns, rows, len(values.top), ROWS_SHOWN)
     columns = [Column("user metadata", flexible=True), Column("", flexible=True)]
-    _print_table(out, columns, user.items(), len(user))
-
-
-def _print_table(
-    out: Output, columns: Sequence[Column], rows: Iterable[Sequence[str]], count: int
-) -> None:
-    """Print the first rows of a table below an empty line; nothing where there are none."""
-    if count:
-        out.line()
-        out.table(columns, itertools.islice(rows, ROWS_SHOWN))
-    if count > ROWS_SHOWN:
-        out.line(f"and {count - ROWS_SHOWN:,} more; --json lists all")
+    out.first_rows(columns, user.items(), len(user), ROWS_SHOWN)
 
 
 def _cells(sums: Sum) -> tuple[str, str, str]:

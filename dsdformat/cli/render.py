@@ -8,6 +8,7 @@ What is printed is the commands' matter.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import textwrap
@@ -146,6 +147,16 @@ class Output:
                 titles = []
             self._write("".join(_aligned(columns, widths, row) + "\n" for row in table))
         return count
+
+    def first_rows(
+        self, columns: Sequence[Column], rows: Iterable[Sequence[str]], count: int, most: int
+    ) -> None:
+        """Print a table below an empty line, and how many of `count` rows it leaves out, if any."""
+        if count:
+            self.line()
+            self.table(columns, itertools.islice(rows, most))
+        if count > most:
+            self.line(f"and {count - most:,} more; --json lists all")
 
     def document(self, fields: Mapping[str, Any]) -> None:
         """Print one JSON object.

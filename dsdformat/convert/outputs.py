@@ -16,6 +16,7 @@ from dsdformat.convert.foreign import Foreign
 from dsdformat.convert.meters import Meter, Progress
 from dsdformat.convert.teams import ALONE, Team
 from dsdformat.limits import MIB
+from dsdformat.storage.base import completed
 from dsdformat.storage.guards import folder_guard
 from dsdformat.storage.target import LocalTarget
 
@@ -109,14 +110,9 @@ def write_sides(target: LocalTarget, sides: Mapping[str, Bytes]) -> None:
     Memory: 4 MiB.
     """
     for name, source in sides.items():
-        sink = target.create(name)
-        try:
+        with completed(target.create(name)) as sink:
             buffer = memoryview(bytearray(min(_SLAB_NBYTES, source.nbytes)))
             for at in range(0, source.nbytes, _SLAB_NBYTES):
                 piece = buffer[: min(_SLAB_NBYTES, source.nbytes - at)]
                 read_exactly(source, at, piece)
                 sink.write_at(at, [piece])
-        except BaseException:
-            sink.discard()
-            raise
-        sink.close()

@@ -22,7 +22,7 @@ from dsdformat.convert.write_dsd import counted
 from dsdformat.errors import ArgumentError, MismatchError, listed, printable, shorten
 from dsdformat.limits import BLOCK_NBYTES_DEFAULT, MANIFEST_LABEL, MIB, SIGNATURES_LABEL
 from dsdformat.sources import TensorSource
-from dsdformat.storage.base import Storage
+from dsdformat.storage.base import Storage, completed
 from dsdformat.storage.local import LocalStorage
 from dsdformat.storage.target import LocalTarget
 from dsdformat.verify import verify_storage
@@ -182,14 +182,9 @@ def united_user(sources: Iterable[Foreign]) -> dict[str, str]:
 def _copy_file(storage: Storage, target: LocalTarget, label: str) -> Iterator[int]:
     nbytes = storage.nbytes(label)
     buffer = memoryview(bytearray(min(nbytes, _PIECE_NBYTES)))
-    sink = target.create(label)
-    try:
+    with completed(target.create(label)) as sink:
         for at in range(0, nbytes, _PIECE_NBYTES):
             view = buffer[: min(_PIECE_NBYTES, nbytes - at)]
             count = storage.read_into(label, at, view)
             sink.write_at(at, [view[:count]])
             yield count
-    except BaseException:
-        sink.discard()
-        raise
-    sink.close()

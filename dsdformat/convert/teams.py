@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from dsdformat.convert.meters import Meter
 from dsdformat.datafiles import ChunkJob, FilePlan, end_file, share_of, write_chunks
-from dsdformat.storage.base import Sink, Target
+from dsdformat.storage.base import Sink, Target, completed
 from dsdformat.storage.target import FileTarget, JoinedTarget, LocalTarget
 from dsdformat.workers import Workers
 
@@ -196,19 +196,12 @@ class TeamTarget:
                 for label in labels:
                     self.own.create(label).discard()
 
-    @contextmanager
-    def opened(self, label: str) -> Iterator[Sink]:
+    def opened(self, label: str) -> AbstractContextManager[Sink]:
         """Open a file that was begun; it is durable at the end.
 
         Ranks: local.
         """
-        sink = self.joined.join(label)
-        try:
-            yield sink
-        except BaseException:
-            sink.discard()
-            raise
-        sink.close()
+        return completed(self.joined.join(label))
 
     def _exchange(self, plans: Sequence[FilePlan], shares: Sequence[Sequence[ChunkJob]]) -> None:
         """Tell the others what became of this rank's chunks, and fill in those of others."""

@@ -31,7 +31,7 @@ from dsdformat.modelfiles import (
     plan_file,
     plan_files,
 )
-from dsdformat.storage.base import Sink
+from dsdformat.storage.base import completed
 from dsdformat.storage.target import FileTarget, LocalTarget
 
 __all__ = ["write_huggingface", "write_safetensors"]
@@ -91,7 +91,8 @@ def write_huggingface(
         with target.together():
             if isinstance(target.own, LocalTarget):
                 if index:
-                    _write_whole(target.own.create(INDEX_LABEL), index)
+                    with completed(target.own.create(INDEX_LABEL)) as sink:
+                        sink.write_at(0, [index])
                 write_sides(target.own, sides)
         target.commit()
     return _written(plans, (*names[len(plans) :], *sides))
@@ -141,15 +142,6 @@ def _write_files(
             for name, byte_offset in plan.places.items()
         ]
         copy_tensors(copies, job.meter, job.threads, part=team.rank, of=team.world_size)
-
-
-def _write_whole(sink: Sink, data: bytes) -> None:
-    try:
-        sink.write_at(0, [data])
-    except BaseException:
-        sink.discard()
-        raise
-    sink.close()
 
 
 def _written(plans: Sequence[ModelFile], more: Sequence[str]) -> Written:

@@ -5,10 +5,11 @@ A label is the name of a file in the folder; it was checked before it comes here
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
-__all__ = ["Buffer", "Sink", "Storage", "Target"]
+__all__ = ["Buffer", "Sink", "Storage", "Target", "completed"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -54,6 +55,17 @@ class Sink(Protocol):
 
     def discard(self) -> None:
         """Close the file as it is: it will be removed."""
+
+
+@contextmanager
+def completed(sink: Sink) -> Iterator[Sink]:
+    """Write a file in this block: behind it, it is durable; after an error it is discarded."""
+    try:
+        yield sink
+    except BaseException:
+        sink.discard()
+        raise
+    sink.close()
 
 
 class Target(Protocol):

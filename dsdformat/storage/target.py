@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import cast
 
 from dsdformat.errors import ArgumentError, StorageError
-from dsdformat.storage.base import Buffer
+from dsdformat.storage.base import Buffer, completed
 from dsdformat.storage.guards import Guard, no_checkpoint
 from dsdformat.storage.local import replaced_path, storage_errors
 
@@ -266,12 +266,8 @@ def replace_file(path: Path, data: bytes) -> None:
     made = path.parent / f".{path.name}.{os.urandom(4).hex()}"
     sink = FileSink(made)
     try:
-        try:
+        with completed(sink):
             sink.write_at(0, [data])
-        except BaseException:
-            sink.discard()
-            raise
-        sink.close()
         with storage_errors(path):
             os.rename(made, path)
             _sync_folder(path.parent)

@@ -37,6 +37,7 @@ from dsdformat.modelfiles import (
     parse_size,
     plan_files,
 )
+from dsdformat.storage.base import completed
 from dsdformat.storage.guards import folder_guard
 from dsdformat.storage.target import FileSink, JoinedTarget, LocalTarget
 from dsdformat.torch.agreement import check_replicas as check_equal
@@ -320,13 +321,8 @@ def _begin(target: LocalTarget, files: Sequence[ModelFile], others: Mapping[str,
         finally:
             sink.discard()
     for name, data in others.items():
-        sink = target.create(name)
-        try:
-            sink.write_at(0, [data])
-        except BaseException:
-            sink.discard()
-            raise
-        sink.close()
+        with completed(target.create(name)) as small:
+            small.write_at(0, [data])
 
 
 def _common_files(comm: Comm, plan: _Plan, staging: str) -> CommonFiles:
