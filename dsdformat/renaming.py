@@ -145,7 +145,13 @@ def _united(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_optimizer(value: Any) -> bool:
-    return type(value) is dict and type(value.get("param_groups")) is OrderedDict
+    if type(value) is not dict:
+        return False
+    groups = value.get("param_groups")
+    if type(groups) is dict:  # of ranks that had different groups
+        named = (type(group) is dict and "params" in group for group in groups.values())
+        return type(value.get("state")) is dict and all(named)
+    return type(groups) is OrderedDict
 
 
 def _named_leaves(

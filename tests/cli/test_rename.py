@@ -49,6 +49,23 @@ def test_a_renamed_checkpoint_is_what_the_renamed_model_would_have_saved(dsd, tm
     assert optimizer.state[model.backbone[0].weight]["step"] == 1
 
 
+def test_an_optimizer_of_stages_with_groups_of_their_own_follows_too(dsd, tmp_path):
+    """Ranks that have different groups leave a dict of them, not an ordered one."""
+    model, optimizer = trained("encoder", "head", step=True)
+    dsd_torch.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
+    state = dsd_torch.load(tmp_path / "one")
+    state["optimizer"]["param_groups"] = {
+        key: group for key, group in state["optimizer"]["param_groups"].items() if group["params"]
+    }
+    dsd_torch.save(tmp_path / "old", state)
+    rule = "model/encoder.*=model/backbone.*"
+    assert dsd("rename", tmp_path / "old", tmp_path / "new", "--map", rule).code == 0
+    found = dsd_torch.load(tmp_path / "new")["optimizer"]
+    names = ["backbone.0.weight", "backbone.0.bias", "backbone.1.weight", "backbone.1.bias"]
+    assert found["param_groups"]["backbone.0.weight"]["params"] == names
+    assert sorted(found["state"]) == sorted([*names, "head.weight", "head.bias"])
+
+
 def test_names_that_move_to_several_sections_take_them_along(dsd, tmp_path):
     model, optimizer = trained("encoder", "head", step=True)
     dsd_torch.save(tmp_path / "old", {"model": model, "optimizer": optimizer})

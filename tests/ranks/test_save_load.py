@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import dsdformat
 import dsdformat.torch as dsd
@@ -25,6 +26,7 @@ from tests.ranks.layouts import (
     Tied,
     build,
     everywhere,
+    inputs,
     joined,
     numbered_model,
     numbered_optimizer,
@@ -253,6 +255,86 @@ def test_training_goes_on_in_any_layout_as_in_a_plain_model(ranks, tmp_path, tar
 
 
 # Stages of a pipeline
+
+
+class EvenStage(Even):
+    """One of two stages: the other's modules are gone, as real pipelines have it."""
+
+    def __init__(self, is_last: bool) -> None:
+        super().__init__()
+        self.is_last = is_last
+        delattr(self, "inner" if is_last else "out")
+        if not is_last:
+            del self.seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x) + self.seen if self.is_last else self.inner(x)
+
+
+def train_stages(model: EvenStage, optimizer: Any, steps: int, seed: int = 0) -> None:
+    """Take the steps of `train` in a pipeline of torch's own, the batch as one microbatch."""
+    stage = PipelineStage(model, int(model.is_last), 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 1, loss_fn=lambda y, _: y.square().mean())
+    for step in range(steps):
+        given = (inputs(model, seed + step),) if not model.is_last else ()
+        schedule.step(*given, target=torch.zeros(6, 4) if model.is_last else None)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def staged() -> tuple[EvenStage, Any]:
+    model = EvenStage(distributed.get_rank() == 1)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train_and_save_stages(path: str) -> None:
+    model, optimizer = staged()
+    train_stages(model, optimizer, 2)
+    dsd.save(path, {"model": model, "optimizer": optimizer})
+
+
+def go_on_in_stages(paths: list[str], to: str) -> None:
+    """Take two further steps in stages, after each checkpoint, and save what comes of them."""
+    for number, path in enumerate(paths):
+        model, optimizer = staged()
+        dsd.load(path, {"model": model, "optimizer": optimizer})
+        train_stages(model, optimizer, 2, seed=2)
+        dsd.save(f"{to}-{number}", {"model": model, "optimizer": optimizer})
+
+
+def by_parameter(path: Any) -> Any:
+    """Load a state, its options by parameter: stages have a group each, a plain model has one."""
+    state = dsd.load(path)
+    state["optimizer"]["param_groups"] = {
+        name: {key: value for key, value in group.items() if key != "params"}
+        for group in state["optimizer"]["param_groups"].values()
+        for name in group["params"]
+    }
+    return state
+
+
+def test_training_goes_on_in_stages_and_from_stages_as_in_a_plain_model(ranks, tmp_path):
+    """Same sums in the same order, so every bit must be the same."""
+    plain = Even()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    train(plain, optimizer, 2)
+    paths = [str(tmp_path / "plain"), str(tmp_path / "stages")]
+    dsd.save(paths[0], {"model": plain, "optimizer": optimizer})
+    ranks(2)(train_and_save_stages, paths[1])
+    assert_same(by_parameter(paths[1]), by_parameter(paths[0]))
+    ranks(2)(go_on_in_stages, paths, str(tmp_path / "further"))
+    train(plain, optimizer, 2, seed=2)
+    dsd.save(tmp_path / "wanted", {"model": plain, "optimizer": optimizer})
+    for number in range(2):
+        found = by_parameter(tmp_path / f"further-{number}")
+        assert_same(found, by_parameter(tmp_path / "wanted"))
+        assert {float(one["step"]) for one in found["optimizer"]["state"].values()} == {4.0}
+    again = Even()
+    other = torch.optim.AdamW(again.parameters(), lr=0.1)
+    dsd.load(tmp_path / "further-1", {"model": again, "optimizer": other})
+    train(again, other, 2, seed=4)
+    train(plain, optimizer, 2, seed=4)
+    assert_same(again.state_dict(), plain.state_dict())
 
 
 class Stage(nn.Module):
