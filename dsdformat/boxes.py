@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dsdformat.errors import ArgumentError
 
-__all__ = ["Box", "copy_runs", "cut_dims", "flat_boxes", "is_tiling", "whole"]
+__all__ = ["Box", "cut_dims", "flat_boxes", "is_tiling", "row_boxes", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,43 +99,6 @@ def is_tiling(shape: Sequence[int], boxes: Sequence[Box], dims: Sequence[int]) -
     return not any(balance.values())
 
 
-def copy_runs(src: Box, dst: Box, itemsize: int) -> Iterator[tuple[int, int, int]]:
-    """List the contiguous byte runs that copy what two boxes share.
-
-    Args:
-        src: Box whose packed row-major bytes are the source.
-        dst: Box whose packed row-major bytes are the destination.
-        itemsize: Bytes of one element.
-
-    Yields:
-        `(src_byte, dst_byte, nbytes)`, in ascending order of both positions; each as long as
-        it can be.
-    """
-    shared = src.intersect(dst)
-    if shared is None or shared.numel == 0:
-        return
-    nbytes, split = itemsize, len(shared.shape)
-    while split > 0:
-        split -= 1
-        nbytes *= shared.shape[split]
-        if not shared.shape[split] == src.shape[split] == dst.shape[split]:
-            break
-    src_strides, dst_strides = _strides(src.shape, itemsize), _strides(dst.shape, itemsize)
-    src_base = _dot(shared.offset, src.offset, src_strides)
-    dst_base = _dot(shared.offset, dst.offset, dst_strides)
-    if split == 0:
-        yield src_base, dst_base, nbytes
-        return
-    last = split - 1
-    for index in itertools.product(*map(range, shared.shape[:last])):
-        at_src = src_base + sum(map(operator.mul, index, src_strides))
-        at_dst = dst_base + sum(map(operator.mul, index, dst_strides))
-        for _ in range(shared.shape[last]):
-            yield at_src, at_dst, nbytes
-            at_src += src_strides[last]
-            at_dst += dst_strides[last]
-
-
 def _add_corners(
     balance: dict[tuple[int, ...], int], box: Box, dims: Sequence[int], sign: int
 ) -> None:
@@ -178,6 +140,33 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     return boxes
 
 
+def row_boxes(shape: Sequence[int], nbytes: int, slab_nbytes: int) -> Iterator[Box]:
+    """Cut a tensor into boxes of about a slab at most, in the order of its row-major bytes."""
+    offset = [0] * len(shape)
+    yield from _row_boxes(tuple(shape), nbytes, slab_nbytes, offset, 0)
+
+
+def _row_boxes(
+    shape: tuple[int, ...], nbytes: int, slab_nbytes: int, offset: list[int], dim: int
+) -> Iterator[Box]:
+    head = (1,) * dim
+    if nbytes <= slab_nbytes or dim == len(shape):
+        yield Box(tuple(offset), (*head, *shape[dim:]))
+        return
+    count = shape[dim]
+    rows = slab_nbytes * count // nbytes
+    if rows == 0:  # even one is too large
+        for row in range(count):
+            offset[dim] = row
+            yield from _row_boxes(shape, nbytes // count, slab_nbytes, offset, dim + 1)
+        offset[dim] = 0
+        return
+    for start in range(0, count, rows):
+        offset[dim] = start
+        yield Box(tuple(offset), (*head, min(rows, count - start), *shape[dim + 1 :]))
+    offset[dim] = 0
+
+
 def _under(index: int, box: Box) -> Box:
     return Box((index, *box.offset), (1, *box.shape))
 
@@ -189,14 +178,3 @@ def _is_chain(size: int, boxes: Sequence[Box], dim: int) -> bool:
             return False
         at += box.shape[dim]
     return at == size
-
-
-def _strides(shape: Sequence[int], itemsize: int) -> list[int]:
-    strides = [itemsize] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    return strides
-
-
-def _dot(at: Sequence[int], origin: Sequence[int], strides: Sequence[int]) -> int:
-    return sum((a - o) * s for a, o, s in zip(at, origin, strides, strict=True))

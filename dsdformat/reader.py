@@ -9,7 +9,7 @@ import itertools
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from dsdformat.boxes import Box
@@ -31,7 +31,7 @@ __all__ = ["Checkpoint"]
 _NUMBER = re.compile(r"@-?[0-9]{1,20}\Z")
 
 
-class Checkpoint:
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """A checkpoint that is open for reading. A context manager; safe to use from threads.
 
     Attributes:
@@ -74,15 +74,7 @@ class Checkpoint:
         self.verifies = verify
         self.user = dict(self.table.body.user)
 
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,10 @@ from dsdformat.format.dtypes import DTYPES
 from dsdformat.plan.mesh import Placement
 
 if TYPE_CHECKING:  # it loads numpy, which other commands do without
-    from dsdformat.plan.preflight import RankTable, Rule
+    from dsdformat.convert.reading import ForeignReader
+    from dsdformat.plan.placing_rules import Rule
+    from dsdformat.plan.survey import RankTable
+    from dsdformat.reader import Checkpoint
 
 __all__ = ["HELP", "plan"]
 
@@ -48,8 +52,11 @@ Examples:
   tensors               how many are loaded
   missing, unexpected   names, where it was compared; else null
   different             of each: name, stored, wanted (dtype, shape); or null
-  wanted_nbytes, read_nbytes, over_read
-                        of all ranks; over_read is their ratio
+  wanted_nbytes, read_nbytes
+                        of all ranks
+  needed_nbytes         what they have to read: what several want once, if
+                        they share reads
+  over_read             read_nbytes over needed_nbytes
   peak_nbytes           the most memory that a rank needs
   ranks                 of each: rank, wanted_nbytes, read_nbytes,
                         held_nbytes, peak_nbytes
@@ -93,13 +100,17 @@ def plan(
         bool,
         typer.Option("--verify/--no-verify", help="Whether data are compared with digests."),
     ] = True,
+    share_reads: Annotated[
+        bool,
+        typer.Option(
+            "--share-reads/--no-share-reads",
+            help="Whether ranks that want the same read it once, and pass it on.",
+        ),
+    ] = True,
     json: Json = False,
 ) -> int:
     """Print what each rank reads and holds; return 1 if what was compared differs."""
     need_numpy()
-    from dsdformat.convert.layouts import Layouts
-    from dsdformat.plan.preflight import WantedTensor, survey
-
     out: Output = ctx.obj
     axes = _parse_mesh(mesh)
     rules = [_parse_rule(text, axes) for text in shard or ()]
@@ -113,19 +124,13 @@ def plan(
         if model is not None:
             model = _selected(_rooted(model, stored), select)
             found = _compare(stored, model)
-        names = [name for name in stored if model is None or model.get(name) == stored[name]]
         owners = _owners(tensors)
-        layouts = Layouts(origin, verify=verify)
-        wanted = [
-            WantedTensor(
-                layouts.of(tensors[name].index),
-                stored[name][1],
-                DTYPES[stored[name][0]].itemsize,
-                _placements(name, stored, owners, axes, rules),
-            )
-            for name in names
-        ]
-        table = survey(axes, wanted, block_nbytes=layouts.block_nbytes)
+        wanted = {
+            name: _placements(name, stored, owners, axes, rules)
+            for name, form in stored.items()
+            if model is None or model.get(name) == form
+        }
+        table = _survey(origin, axes, wanted, verify=verify, share_reads=share_reads)
     out.exit_code = 1 if found is not None and any(found) else 0
     if json:
         out.document(_document(str(ckpt), table, found))
@@ -151,7 +156,7 @@ def _parse_mesh(text: str) -> dict[str, int]:
                 f"--mesh {shorten(text)} is not as fsdp=4,tp=2", code="bad_argument"
             )
         axes[match["name"]] = int(match["size"])
-    from dsdformat.plan.preflight import check_mesh
+    from dsdformat.plan.placing_rules import check_mesh
 
     return check_mesh(axes)
 
@@ -164,7 +169,7 @@ def _parse_rule(text: str, mesh: Mapping[str, int]) -> Rule:
             f"{', '.join(mesh)}",
             code="bad_argument",
         )
-    from dsdformat.plan.preflight import Rule
+    from dsdformat.plan.placing_rules import Rule
 
     return Rule(match["glob"], None if match["dim"] == "none" else int(match["dim"]), match["axis"])
 
@@ -250,9 +255,40 @@ def _placements(
     shape = stored[name][1]
     owner = owners.get(name, name)
     of = stored[owner][1] if owner in stored else shape
-    from dsdformat.plan.preflight import place
+    from dsdformat.plan.placing_rules import place
 
     return place(owner, shape if of == shape else (), mesh, rules)
+
+
+def _survey(
+    origin: Checkpoint | ForeignReader,
+    mesh: Mapping[str, int],
+    wanted: Mapping[str, tuple[Placement, ...]],
+    *,
+    verify: bool,
+    share_reads: bool,
+) -> RankTable:
+    """Count what ranks read and hold of tensors, by their placements."""
+    from dsdformat.convert.layouts import Layouts
+    from dsdformat.plan.survey import WantedTensor, survey
+
+    layouts = Layouts(origin, verify=verify)
+    return survey(
+        mesh,
+        [
+            WantedTensor(
+                layouts.of(entry.index),
+                entry.shape,
+                DTYPES[entry.dtype].itemsize,
+                wanted[entry.name],
+            )
+            for entry in origin
+            if entry.name in wanted
+        ],
+        block_nbytes=layouts.block_nbytes,
+        share_reads=share_reads,
+        writers=layouts.writers(math.prod(mesh.values())),
+    )
 
 
 def _print(out: Output, ckpt: str, table: RankTable, found: _Found | None) -> None:
@@ -264,7 +300,8 @@ def _print(out: Output, ckpt: str, table: RankTable, found: _Found | None) -> No
             ("mesh", f"{sizes}: {format_count(table.world_size, 'rank')}"),
             ("tensors", f"{table.tensors:,}"),
             ("wanted", format_size(wanted)),
-            ("read", f"{format_size(read)}, {table.over_read:.3f} of that"),
+            ("needed", format_size(table.needed_nbytes)),
+            ("read", f"{format_size(read)}, {table.over_read:.3f} of what is needed"),
             ("memory", f"at most {format_size(int(table.peak_nbytes.max()))} a rank"),
         ]
     )
@@ -329,6 +366,7 @@ def _document(ckpt: str, table: RankTable, found: _Found | None) -> dict[str, An
         "different": different,
         "wanted_nbytes": int(table.wanted_nbytes.sum()),
         "read_nbytes": int(table.read_nbytes.sum()),
+        "needed_nbytes": table.needed_nbytes,
         "over_read": table.over_read,
         "peak_nbytes": int(table.peak_nbytes.max()),
         "ranks": _rank_rows(table),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from enum import Enum
-from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from dsdformat.boxes import Box, flat_boxes
@@ -114,7 +114,7 @@ class AnyTensor(Protocol, metaclass=_QuickCheck):
         """Return a reference to a source of it, with the hints."""
 
 
-class Foreign:
+class Foreign(AbstractContextManager["Foreign"]):
     """A checkpoint that is open for reading, in another format or ours. A context manager.
 
     Attributes:
@@ -158,15 +158,7 @@ class Foreign:
                 self._paths.setdefault(leaf.identity, []).append(path)
                 self._tensors[emit_name(path, encoded_key)] = leaf
 
-    def __enter__(self) -> Foreign:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __len__(self) -> int:

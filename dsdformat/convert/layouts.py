@@ -13,7 +13,7 @@ from dsdformat.format.checks import ChunkPlace
 from dsdformat.format.codecs import RAW
 from dsdformat.format.dtypes import DTYPES, Dtype
 from dsdformat.limits import BLOCK_NBYTES_DEFAULT
-from dsdformat.plan.preflight import StoredAs, Unpacked
+from dsdformat.plan.survey import StoredAs, Unpacked
 from dsdformat.reader import Checkpoint
 
 __all__ = ["Layouts"]
@@ -43,6 +43,16 @@ class Layouts:
         else:
             self._foreign = list(origin)
 
+    def writers(self, world_size: int) -> list[int] | None:
+        """Return the rank that wrote each data file, if so many ranks wrote; else None.
+
+        Args:
+            world_size: How many ranks would read; they prefer what they have written.
+        """
+        if not isinstance(self._origin, Checkpoint) or self._origin.world_size != world_size:
+            return None
+        return [file.rank for file in self._origin.table.body.files]
+
     def of(self, index: int) -> StoredAs:
         """Return how a tensor is stored.
 
@@ -54,14 +64,16 @@ class Layouts:
         entry = self._foreign[index]
         key = (entry.dtype, entry.shape, tuple(part.box for part in entry.tensor.parts))
         if key not in self._known:
-            self._known[key] = StoredAs(key, _ForeignChunks(entry), verified=False)
+            self._known[key] = StoredAs(key, _ForeignChunks(entry), verified=False, by_rows=True)
         return self._known[key]
 
     def _of_ours(self, checkpoint: Checkpoint, index: int) -> StoredAs:
         table = checkpoint.table
         rows = table.columns.rows(index)
         packed = any(rows.codec)
-        key = (table.dtype(index), table.columns.shape(index), rows.numbers.tobytes(), packed)
+        files = rows.file.tobytes() if checkpoint.world_size > 1 else b""
+        boxes = rows.numbers.tobytes()
+        key = (table.dtype(index), table.columns.shape(index), boxes, files, packed)
         if key not in self._known:
             chunks: Any = table.chunk_table(index)
             chunks = Unpacked(chunks.dtype, chunks) if packed else chunks

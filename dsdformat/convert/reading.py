@@ -11,7 +11,7 @@ import functools
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from dsdformat.blocks import BlockReader
@@ -33,7 +33,7 @@ __all__ = ["ForeignReader"]
 _RANGE_NBYTES = 16 * MIB  # of a large read, the unit of work of a thread
 
 
-class ForeignReader:
+class ForeignReader(AbstractContextManager["ForeignReader"]):
     """A foreign checkpoint, or several under keys, to be loaded from. A context manager.
 
     Safe to use from several threads.
@@ -76,15 +76,7 @@ class ForeignReader:
         tables = _NoTables([numbers[entry.dtype] for entry in self._entries])
         self._blocks = BlockReader(self._files, layout, tables, self._workers, self._name_of)
 
-    def __enter__(self) -> ForeignReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __len__(self) -> int:
@@ -164,16 +156,6 @@ class ForeignReader:
         for number, one in others:
             self._add_other(plan, number, one)
         return plan
-
-    def plan_ranks(
-        self,
-        wanted: Sequence[Sequence[Wanted]],
-        *,
-        verify: bool | None = None,
-        bound: float = BOUND,
-    ) -> list[LoadPlan]:
-        """Plan what each of several ranks would read; see `Checkpoint.plan_ranks`."""
-        return [self.plan_boxes(boxes, verify=verify, bound=bound) for boxes in wanted]
 
     def read_boxes(
         self,

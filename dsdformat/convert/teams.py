@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from dsdformat.convert.meters import Meter
@@ -71,7 +70,7 @@ class _Alone:
 ALONE: Team = _Alone()
 
 
-class TeamTarget:
+class TeamTarget(AbstractContextManager["TeamTarget"]):
     """What a team makes; a context manager that removes what was written if that fails.
 
     Attributes:
@@ -101,15 +100,7 @@ class TeamTarget:
             self.abort()
             raise
 
-    def __enter__(self) -> TeamTarget:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.abort()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 from dsdformat.boxes import Box, whole
 from dsdformat.convert.archive_writing import ALIGNMENT
@@ -143,7 +144,7 @@ class _Plan:
             yield ChunkPlace(box, files.write(TorchPlan.of(chunk)))
 
 
-class _Files:
+class _Files(AbstractContextManager["_Files"]):
     """The data files, one after another; a context manager.
 
     Attributes:
@@ -175,9 +176,6 @@ class _Files:
             self.names.append(f"__0_{len(self.names)}{_SUFFIX}")
             sink = self._sink = SinkWriter(self._target.create(self.names[-1]))
         return sink
-
-    def __enter__(self) -> _Files:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._sink is not None:

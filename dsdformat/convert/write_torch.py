@@ -6,6 +6,7 @@ What is written holds no code to run: `torch.load(weights_only=True)` reads it, 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -87,7 +88,7 @@ def _write_zip(job: Job, plan: TorchPlan, target: TeamTarget, label: str) -> Non
                 archive.end([max(some) for some in zip(*told, strict=True)])
 
 
-class SinkWriter:
+class SinkWriter(AbstractContextManager["SinkWriter"]):
     """Writes to a file in order; a context manager that closes it.
 
     Attributes:
@@ -102,9 +103,6 @@ class SinkWriter:
         """Write some bytes behind the others."""
         self._sink.write_at(self.at, [data])
         self.at += len(data)
-
-    def __enter__(self) -> SinkWriter:
-        return self
 
     def close(self) -> None:
         """Make the file durable and close it."""

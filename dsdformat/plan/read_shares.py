@@ -19,12 +19,12 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dsdformat.boxes import Box, flat_boxes
+from dsdformat.boxes import Box, flat_boxes, row_boxes
 from dsdformat.format.checks import ChunkPlace
 from dsdformat.limits import MIB
-from dsdformat.plan.chunk_tables import ChunkTable
+from dsdformat.plan.load_plan import Chunks
 
-__all__ = ["PIECE_NBYTES", "ReadPart", "cut_reads", "piece_nbytes", "share_out"]
+__all__ = ["PIECE_NBYTES", "ReadPart", "cut_reads", "cut_rows", "piece_nbytes", "share_out"]
 
 PIECE_NBYTES = 16 * MIB
 _SHARE = 20
@@ -50,7 +50,16 @@ def piece_nbytes(total_nbytes: int, ranks: int) -> int:
     return max(PIECE_NBYTES, total_nbytes // ranks // _SHARE)
 
 
-def cut_reads(table: ChunkTable, box: Box, block_nbytes: int, nbytes: int) -> Iterator[ReadPart]:
+def cut_rows(box: Box, itemsize: int, nbytes: int) -> Iterator[ReadPart]:
+    """Cut a box of which no blocks are known into rows, of about that many bytes at most."""
+    if 0 in box.shape:
+        return
+    for rows in row_boxes(box.shape, box.numel * itemsize, nbytes):
+        offset = tuple(a + b for a, b in zip(box.offset, rows.offset, strict=True))
+        yield ReadPart((Box(offset, rows.shape),), rows.numel * itemsize, 0)
+
+
+def cut_reads(table: Chunks, box: Box, block_nbytes: int, nbytes: int) -> Iterator[ReadPart]:
     """Cut a box into parts of about that many bytes at most; each block is in one of them."""
     if 0 in box.shape:
         return

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dsdformat.boxes import Box
+from dsdformat.boxes import Box, row_boxes
 from dsdformat.errors import UnsupportedValueError
 from dsdformat.format.digests import Hasher
 from dsdformat.limits import MIB
@@ -33,7 +33,6 @@ __all__ = [
     "is_packed",
     "memory_order",
     "overlaps_itself",
-    "row_boxes",
     "tensor_over",
     "typed",
 ]
@@ -144,33 +143,6 @@ def box_view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, length)
     return tensor
-
-
-def row_boxes(shape: Sequence[int], nbytes: int, slab_nbytes: int) -> Iterator[Box]:
-    """Cut a tensor into boxes of about a slab at most, in the order of its row-major bytes."""
-    offset = [0] * len(shape)
-    yield from _row_boxes(tuple(shape), nbytes, slab_nbytes, offset, 0)
-
-
-def _row_boxes(
-    shape: tuple[int, ...], nbytes: int, slab_nbytes: int, offset: list[int], dim: int
-) -> Iterator[Box]:
-    head = (1,) * dim
-    if nbytes <= slab_nbytes or dim == len(shape):
-        yield Box(tuple(offset), (*head, *shape[dim:]))
-        return
-    count = shape[dim]
-    rows = slab_nbytes * count // nbytes
-    if rows == 0:  # even one is too large
-        for row in range(count):
-            offset[dim] = row
-            yield from _row_boxes(shape, nbytes // count, slab_nbytes, offset, dim + 1)
-        offset[dim] = 0
-        return
-    for start in range(0, count, rows):
-        offset[dim] = start
-        yield Box(tuple(offset), (*head, min(rows, count - start), *shape[dim + 1 :]))
-    offset[dim] = 0
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

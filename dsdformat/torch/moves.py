@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dsdformat.boxes import Box, whole
+from dsdformat.boxes import Box, row_boxes, whole
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
 from dsdformat.plan.load_plan import Wanted
-from dsdformat.torch.buffers import as_bits, box_view, bytes_of, empty, overlaps_itself, row_boxes
+from dsdformat.torch.buffers import as_bits, box_view, bytes_of, empty, overlaps_itself
 from dsdformat.torch.origin import Entry, Origin
 
 __all__ = [

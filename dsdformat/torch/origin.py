@@ -64,11 +64,6 @@ class Origin(Protocol):
     def plan_boxes(self, wanted: Sequence[Wanted], *, verify: bool | None = None) -> LoadPlan:
         """Plan to read some boxes together."""
 
-    def plan_ranks(
-        self, wanted: Sequence[Sequence[Wanted]], *, verify: bool | None = None
-    ) -> list[LoadPlan]:
-        """Plan what each of several ranks would read."""
-
     def read_boxes(
         self,
         wanted: Sequence[Wanted] | LoadPlan,

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from dsdformat.boxes import Box
+from dsdformat.boxes import Box, row_boxes
 from dsdformat.limits import MIB
-from dsdformat.torch.buffers import as_bytes, box_view, copy_elements, row_boxes, typed
+from dsdformat.torch.buffers import as_bytes, box_view, copy_elements, typed
 from dsdformat.torch.comm import Comm
 
 __all__ = ["MESSAGE_NBYTES", "Part", "pass_on"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from dsdformat.convert.opening import Paths, open_origin
 from dsdformat.convert.reading import ForeignReader
 from dsdformat.errors import ArgumentError, shorten
 from dsdformat.limits import MIB
-from dsdformat.plan.preflight import RankTable, Rule, WantedTensor, check_mesh, place, survey
+from dsdformat.plan.placing_rules import Rule, check_mesh, place
+from dsdformat.plan.survey import RankTable, WantedTensor, survey
 from dsdformat.renaming import Path, display, renamed
 from dsdformat.selection import Rename
 from dsdformat.torch.fitting import fitted, modules_in
@@ -53,15 +55,17 @@ class Preflight:
         """Say it in a few lines."""
         ranks = self.ranks
         read, wanted = int(ranks.read_nbytes.sum()), int(ranks.wanted_nbytes.sum())
+        needed = ranks.needed_nbytes
         most, peak = int(ranks.read_nbytes.max()), int(ranks.peak_nbytes.max())
         return (
-            f"{ranks.tensors} tensors on {ranks.world_size} ranks: {read / MIB:.1f} MiB are read "
-            f"for {wanted / MIB:.1f} MiB ({ranks.over_read:.3f}), at most {most / MIB:.1f} MiB by "
-            f"a rank, which needs at most {peak / MIB:.1f} MiB of memory\n{self.report}"
+            f"{ranks.tensors} tensors on {ranks.world_size} ranks, {wanted / MIB:.1f} MiB: "
+            f"{read / MIB:.1f} MiB are read where {needed / MIB:.1f} MiB must be "
+            f"({ranks.over_read:.3f}), at most {most / MIB:.1f} MiB by a rank, which needs at most "
+            f"{peak / MIB:.1f} MiB of memory\n{self.report}"
         )
 
 
-def preflight(
+def preflight(  # noqa: PLR0913
     path: Paths,
     state: nn.Module | Mapping[str, Any],
     mesh: Mapping[str, int],
@@ -73,6 +77,7 @@ def preflight(
     select: str | Iterable[str] | None = None,
     verify: bool = True,
     unknown: Policy = "refuse",
+    share_reads: bool = True,
 ) -> Preflight:
     """Say what loading a checkpoint on a mesh would do, without ranks, memory or reading.
 
@@ -87,7 +92,7 @@ def preflight(
             all else is replicated. What an optimizer keeps for a parameter is placed as it is, if
             it has its shape.
         strict: Whether what differs is an error here, as it is in `load`.
-        dtype, rename, select, verify, unknown: As in `load`.
+        dtype, rename, select, verify, unknown, share_reads: As in `load`.
 
     Returns:
         What differs, and for each rank what it reads, holds and needs at most. Bytes of compressed
@@ -116,7 +121,13 @@ def preflight(
         layouts = Layouts(origin, verify=verify)
         parameters = _parameters(template)
         wanted = list(_wanted(loading, tree, parameters, layouts, axes, rules))
-        table = survey(axes, wanted, block_nbytes=layouts.block_nbytes)
+        table = survey(
+            axes,
+            wanted,
+            block_nbytes=layouts.block_nbytes,
+            share_reads=share_reads,
+            writers=layouts.writers(math.prod(axes.values())),
+        )
         return Preflight(loading.plan.report, table)
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dsdformat.boxes import Box
+from dsdformat.boxes import Box, row_boxes
 from dsdformat.plan.sharding import Held, Sharding, on_each
-from dsdformat.torch.buffers import copy_elements, row_boxes, typed
+from dsdformat.torch.buffers import copy_elements, typed
 from dsdformat.torch.sharding import held_view
 
 __all__ = ["BUCKET_NBYTES", "Form", "Piece", "Round", "Routes", "Spread"]

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from dsdformat.boxes import Box
 from dsdformat.format.digests import digest
-from dsdformat.plan.read_shares import ReadPart, cut_reads, piece_nbytes, share_out
+from dsdformat.plan.read_shares import ReadPart, cut_reads, cut_rows, piece_nbytes, share_out
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.alike import KEY_NBYTES, find_alike
-from dsdformat.torch.buffers import box_view, row_boxes
+from dsdformat.torch.buffers import box_view
 from dsdformat.torch.comm import Comm, group_order
 from dsdformat.torch.moves import Move, copy_twins, distinct, fill, mark_changed, read
 from dsdformat.torch.origin import Origin
@@ -137,9 +137,8 @@ def _parts(checkpoint: Origin, move: Move, nbytes: int) -> Iterator[ReadPart]:
     if isinstance(checkpoint, Checkpoint):
         table = checkpoint.table.chunk_table(move.index)
         yield from cut_reads(table, move.place, checkpoint.block_nbytes, nbytes)
-    elif move.nbytes:
-        for box in row_boxes(move.place.shape, move.nbytes, nbytes):
-            yield ReadPart((move.part(box),), box.numel * move.stored.itemsize, 0)
+    else:
+        yield from cut_rows(move.place, move.stored.itemsize, nbytes)
 
 
 def _writer(checkpoint: Origin, part: ReadPart) -> int:

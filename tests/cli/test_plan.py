@@ -36,8 +36,20 @@ def test_each_rank_has_a_row_and_ranks_that_are_alike_share_one(dsd, step):
     lines = result.out.splitlines()
     assert lines[1:3] == ["  mesh     fsdp 4, tp 2: 8 ranks", "  tensors  4"]
     assert lines[-2].split() == ["ranks", "wanted", "read", "ratio", "memory"]
-    # Two rows of two columns, and two elements of the bias; for the moments the same.
+    # Two rows of two columns, and two elements of the bias; for the moments the same. Ranks of one
+    # row want the same two elements, so one of them reads those of the weights' bias.
+    assert lines[3:5] == ["  wanted   384 B", "  needed   320 B"]
+    assert lines[-1].startswith("0 to 7    48 B  288 B  6.000")
+
+
+def test_ranks_that_read_by_themselves_have_more_to_read(dsd, step):
+    arguments = ("plan", step, "--mesh", "fsdp=4,tp=2", "--shard", "*.weight=1@tp")
+    lines = dsd(*arguments, "--no-share-reads").out.splitlines()
+    assert lines[4] == "  needed   384 B"
     assert lines[-1].startswith("0 to 7    48 B  320 B  6.667")
+    shared, alone = (dsd(*arguments, *more, "--json").json for more in ((), ("--no-share-reads",)))
+    assert shared["read_nbytes"] == alone["read_nbytes"] - 8 * 32
+    assert (shared["needed_nbytes"], alone["needed_nbytes"]) == (320, 384)
 
 
 def test_numbers_are_exact_in_json(dsd, step):

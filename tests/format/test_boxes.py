@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from dsdformat.boxes import Box, copy_runs, cut_dims, flat_boxes, is_tiling, whole
+from dsdformat.boxes import Box, cut_dims, flat_boxes, is_tiling, row_boxes, whole
 from dsdformat.errors import DsdError
 
 RANDOM = [pytest.param(ndim, seed, id=f"{ndim}d-{seed}") for ndim in range(5) for seed in range(12)]
@@ -118,49 +118,16 @@ def test_boxes_that_only_touch_share_nothing():
     assert Box((0, 0), (2, 2)).intersect(Box((2, 0), (2, 2))) is None
 
 
-# Runs of a copy
+# Rows
 
 
 @pytest.mark.parametrize(("ndim", "seed"), RANDOM)
-def test_copy_runs_copy_each_shared_element_to_its_place(ndim, seed):
+def test_row_boxes_hold_all_in_row_major_order_a_slab_at_a_time(ndim, seed):
     rng = random.Random(seed)
-    shape, itemsize = random_shape(rng, ndim), rng.choice((1, 2, 4))
-    src, dst = random_box(rng, shape, least=1), random_box(rng, shape, least=1)
-    source = rng.randbytes(src.numel * itemsize)
-    target = bytearray(dst.numel * itemsize)
-    for at_src, at_dst, nbytes in copy_runs(src, dst, itemsize):
-        target[at_dst : at_dst + nbytes] = source[at_src : at_src + nbytes]
-    places = {e: at * itemsize for at, e in enumerate(elements(src))}
-    expected = b"".join(
-        source[places[e] : places[e] + itemsize] if e in places else bytes(itemsize)
-        for e in elements(dst)
-    )
-    assert target == expected
-
-
-@pytest.mark.parametrize(("ndim", "seed"), RANDOM_CUT)
-def test_copy_runs_ascend_and_are_as_long_as_can_be(ndim, seed):
-    rng = random.Random(seed)
-    shape = random_shape(rng, ndim)
-    src, dst = random_box(rng, shape, least=1), random_box(rng, shape, least=1)
-    runs = list(copy_runs(src, dst, 2))
-    for (a_src, a_dst, count), (b_src, b_dst, _) in itertools.pairwise(runs):
-        assert a_src + count <= b_src
-        assert a_dst + count <= b_dst
-        assert (a_src + count, a_dst + count) != (b_src, b_dst)
-
-
-def test_rows_that_are_whole_in_both_boxes_are_one_run():
-    src, dst = Box((0, 0), (4, 3)), Box((1, 0), (2, 3))
-    assert list(copy_runs(src, dst, 4)) == [(12, 0, 24)]
-
-
-def test_boxes_that_share_nothing_have_no_runs():
-    assert list(copy_runs(Box((0,), (2,)), Box((2,), (2,)), 4)) == []
-
-
-def test_a_box_without_dims_is_one_run():
-    assert list(copy_runs(Box((), ()), Box((), ()), 8)) == [(0, 0, 8)]
+    shape, slab = random_shape(rng, ndim), rng.choice((1, 6, 40))
+    boxes = list(row_boxes(shape, math.prod(shape), slab))
+    assert [e for box in boxes for e in elements(box)] == elements(whole(shape))
+    assert all(box.numel <= slab for box in boxes)
 
 
 # Flat ranges

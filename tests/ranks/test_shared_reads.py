@@ -115,8 +115,8 @@ OF_4 = (("hsdp-4", "hsdp"), ("fsdp2-4", "hsdp"))
 
 
 @pytest.fixture(scope="module")
-def read(launcher, tmp_path_factory) -> dict[tuple[str, str], Any]:
-    """What each rank reads in each of the loads, and how much there is."""
+def read(launcher, tmp_path_factory) -> dict[Any, Any]:
+    """What each rank reads in each of the loads, and how much there is; and where sources are."""
     from tests.ranks.launching import Call, Launch
 
     folder = tmp_path_factory.mktemp("saved")
@@ -130,7 +130,7 @@ def read(launcher, tmp_path_factory) -> dict[tuple[str, str], Any]:
 
     run(2, "save_layouts", {"ddp": paths["ddp-2"]})
     run(4, "save_layouts", {"fsdp2": paths["fsdp2-4"], "hsdp": paths["hsdp-4"]})
-    found: dict[tuple[str, str], Any] = {}
+    found: dict[Any, Any] = dict(paths)
     for world_size, kinds in ((2, OF_2), (4, OF_4)):
         values = run(
             world_size, "load_layouts", [(target, paths[source]) for source, target in kinds]
@@ -174,6 +174,28 @@ def test_a_rank_that_loads_what_it_has_saved_opens_its_own_files(read, source, t
     per_rank, _ = read[source, target]
     for rank, own in enumerate(per_rank):
         assert {label.split("-")[1] for label, _, _ in own} == {f"{rank:05}"}
+
+
+MESHES: dict[str, tuple[dict[str, int], list[tuple[str, int | None, str]]]] = {
+    "ddp": ({"copies": 2}, []),
+    "fsdp2": ({"shard": 2}, []),
+    "tp-rows": ({"tp": 2}, [("*up.*", 0, "tp"), ("*down.*", 0, "tp")]),
+    "tp-columns": ({"tp": 2}, [("*up.*", 0, "tp"), ("*down.weight", 1, "tp")]),
+    "hsdp": ({"copies": 2, "shard": 2}, []),
+}
+
+
+@pytest.mark.parametrize(("source", "target"), loads(*OF_2, *OF_4))
+def test_each_rank_reads_what_a_preflight_says(read, source, target):
+    per_rank, _ = read[source, target]
+    with torch.device("meta"):
+        model = Block()
+        state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    mesh, shard = MESHES[target]
+    found = dsd.preflight(read[source], state, mesh, shard=shard)
+    assert found.fits, found
+    actual = [sum(count for _, _, count in own) for own in per_rank]
+    assert found.ranks.read_nbytes.tolist() == pytest.approx(actual, rel=0.001)
 
 
 def ones(device: str = "cpu") -> dict[str, Any]:

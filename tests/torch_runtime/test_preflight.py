@@ -21,7 +21,8 @@ from dsdformat.convert.layouts import Layouts
 from dsdformat.errors import ArgumentError, MismatchError
 from dsdformat.plan.load_plan import Wanted
 from dsdformat.plan.mesh import Replicate, Shard, coordinate_of, local_boxes
-from dsdformat.plan.preflight import Rule, WantedTensor, place, survey
+from dsdformat.plan.placing_rules import Rule, place
+from dsdformat.plan.survey import WantedTensor, survey
 
 
 def make() -> dict[str, Any]:
@@ -65,7 +66,12 @@ def test_each_rank_holds_its_rows_of_parameters_and_their_states(paths, form, st
     steps = 6 * 4
     assert found.ranks.held_nbytes.tolist() == [PARAMETERS * 3 + BUFFERS + steps] * 4
     assert found.ranks.wanted_nbytes.tolist() == found.ranks.held_nbytes.tolist()
-    assert (found.ranks.read_nbytes >= found.ranks.wanted_nbytes).all()
+    whole = BUFFERS + steps  # on each rank, and read by one of them
+    assert found.ranks.needed_nbytes == 4 * PARAMETERS * 3 + whole
+    assert int(found.ranks.read_nbytes.sum()) >= found.ranks.needed_nbytes
+    alone = dsd.preflight(paths[form], state_of(), {"fsdp": 4}, share_reads=False).ranks
+    assert alone.needed_nbytes == found.ranks.needed_nbytes + 3 * whole
+    assert (alone.read_nbytes >= alone.wanted_nbytes).all()
     assert (found.ranks.peak_nbytes > found.ranks.held_nbytes).all()
 
 
@@ -169,6 +175,7 @@ def test_bytes_read_are_those_of_the_plan_of_each_rank(tmp_path_factory, data):
     with dsdformat.open(path, verify=verify) as checkpoint:
         layouts = Layouts(checkpoint, verify=verify)
         wanted, boxes = [], [[] for _ in range(math.prod(sizes))]
+        once = set()
         for entry in checkpoint:
             dims = st.sampled_from([None, *range(len(entry.shape))])
             placements = tuple(
@@ -179,11 +186,19 @@ def test_bytes_read_are_those_of_the_plan_of_each_rank(tmp_path_factory, data):
                 coordinate = coordinate_of(rank, sizes)
                 pairs = local_boxes(entry.shape, sizes, placements, coordinate)
                 mine.extend(Wanted(entry.index, outer) for outer, _ in pairs)
-        table = survey(mesh, wanted, block_nbytes=checkpoint.block_nbytes)
+                once.update(mine)
+        block = checkpoint.block_nbytes
+        table = survey(mesh, wanted, block_nbytes=block, share_reads=False)
+        shared = survey(mesh, wanted, block_nbytes=block)
         plans = checkpoint.plan_ranks(boxes)
+        each = checkpoint.plan_ranks([[one] for one in once])
     assert table.read_nbytes.tolist() == [plan.range_nbytes for plan in plans]
     assert table.wanted_nbytes.tolist() == [plan.wanted_nbytes for plan in plans]
     assert (table.held_nbytes * 2).tolist() == table.wanted_nbytes.tolist()
+    assert table.needed_nbytes == sum(plan.wanted_nbytes for plan in plans)
+    assert shared.wanted_nbytes.tolist() == table.wanted_nbytes.tolist()
+    assert int(shared.read_nbytes.sum()) == sum(plan.range_nbytes for plan in each)
+    assert shared.needed_nbytes == sum(plan.wanted_nbytes for plan in each)
 
 
 def test_compressed_tensors_count_as_stored(tmp_path):
@@ -210,3 +225,19 @@ def test_a_thousand_ranks_and_thousands_of_tensors_are_few_kinds(tmp_path):
     assert len(kinds) == 2
     assert table.read_nbytes.tolist() == [1000 * 3 * 8] * 1024
     assert [len(ranks) for ranks in table.alike()] == [1024]
+
+
+def test_ranks_read_in_turn_what_all_of_them_want(tmp_path):
+    """The rule of `read_shares`: the largest goes to the rank that has the least to read so far."""
+    shapes = {"a": (5, 100), "b": (3, 100), "c": (3, 100), "d": ()}
+    dsdformat.numpy.save(tmp_path / "c", {n: np.zeros(s, np.float32) for n, s in shapes.items()})
+    with dsdformat.open(tmp_path / "c") as checkpoint:
+        layouts = Layouts(checkpoint, verify=False)
+        wanted = [
+            WantedTensor(layouts.of(entry.index), entry.shape, 4, (Replicate(), Replicate()))
+            for entry in checkpoint
+        ]
+        table = survey({"dp": 2, "tp": 1}, wanted)
+        many = survey({"dp": 2, "tp": 2}, wanted)
+    assert table.read_nbytes.tolist() == [2000 + 4, 1200 + 1200]
+    assert many.read_nbytes.tolist() == [2000, 1200, 1200, 4]

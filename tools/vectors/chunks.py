@@ -8,7 +8,7 @@ from vectors.datafiles import chunk_key
 from vectors.declare import Block, Checkpoint, Chunk, Shape, StoredChunk, Tensor
 from vectors.wire import Dtype, digest, dtypes, tensor_paths
 
-SIZE_CLASSES = (4096, 256, 64, 8, 4, 2, 1)
+SIZE_CLASSES = (4096, 256, 64, 16, 8, 4, 2, 1)
 
 
 def store_chunks(checkpoint: Checkpoint) -> list[StoredChunk]:

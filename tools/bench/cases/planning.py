@@ -193,7 +193,7 @@ def arrange_mesh(ranks: int, scene: Scene) -> Trial:
     from bench.papers import opened
     from dsdformat.convert.layouts import Layouts
     from dsdformat.plan.mesh import Shard
-    from dsdformat.plan.preflight import RankTable, WantedTensor, survey
+    from dsdformat.plan.survey import RankTable, WantedTensor, survey
 
     count, parameters = scaled(scene.size, ranks)
     checkpoint = opened(scene.fixture.read_bytes())

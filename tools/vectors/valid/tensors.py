@@ -154,7 +154,7 @@ def file_order_cases() -> Iterator[Case]:
     note = "Chunks in no order of size, behind a header without padding: R-10.8 is for writers."
     yield valid("file-unaligned", "R-10.8", note, named(*tensors, files=[file]))
     sizes = [("uint8", 3), ("float64", 512), ("int16", 5), ("float32", 64)]
-    sizes += [("uint8", 0), ("uint8", 8192)]
+    sizes += [("uint8", 0), ("uint8", 8192), ("float64", 5), ("complex128", 1), ("complex128", 3)]
     tensors = [tensor(dtype, (count,)) for dtype, count in sizes]
     note = "Chunks in falling size class behind a header padded to 4,096 bytes."
     file = DataFile(header_multiple=4096)
