@@ -63,16 +63,16 @@ def lost_contact(own: int, silent: Sequence[int], error: Exception) -> Distribut
         silent: Ranks of which nothing is heard; none if nobody knows.
         error: What the backend says.
     """
-    others, hint = "other ranks", "one of them has ended"
+    others, which = "other ranks", "one of them"
     if silent:
         shown = ", ".join(map(str, silent[:10])) + (", …" if len(silent) > 10 else "")
         others = f"rank{'s' * (len(silent) > 1)} {shown}"
-        hint = "it has ended" if len(silent) == 1 else "some of them have ended"
+        which = "it" if len(silent) == 1 else "each"
     return DistributedError(
         f"rank {own} has lost contact with {others}: {error}",
         code="ranks_absent",
         failures={rank: _TellableError("nothing is heard of it") for rank in silent},
-        hint=f"{hint}, or is somewhere else: see what each has said last",
+        hint=f"{which} has ended, hangs, or makes another call: see what it has said last",
     )
 
 
