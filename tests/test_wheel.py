@@ -124,6 +124,13 @@ def test_versions_and_bounds_are_told_once():
         if not row.startswith("dsdformat["):
             name, bound = re.fullmatch(r"([a-z0-9_]+)>=([0-9.]+)", row).groups()
             assert bounds.setdefault(name, bound) == bound
+    pins = (ROOT / "tools" / "constraints.txt").read_text("utf-8")
+    pinned = dict(re.findall(r"^([A-Za-z0-9_]+)==([0-9.]+)", pins, re.MULTILINE))
+    numbers = {
+        name: [list(map(int, one.split("."))) for one in (bound, pinned[name])]
+        for name, bound in bounds.items()
+    }
+    assert [name for name, (low, used) in numbers.items() if low > used] == []
 
 
 # Installed
@@ -192,7 +199,7 @@ def run(place: Path, *command: str) -> subprocess.CompletedProcess[str]:
 USE = """
 import importlib.util, sys
 import dsdformat
-for name in ("torch", "numpy", "typer", "zstandard"):
+for name in ("torch", "numpy", "zstandard"):
     assert importlib.util.find_spec(name) is None, name
 with dsdformat.create("c") as writer:
     writer.add({"step": 3})
