@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from dsdformat import folders
-from dsdformat.errors import UnsupportedValueError, shorten
+from dsdformat.errors import UnsupportedValueError, printable, shorten
 from dsdformat.format.decoding import Hooks
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.paths import render_path
@@ -54,15 +54,24 @@ def _numpy_dtypes() -> dict[str, np.dtype[Any]]:
 
 
 _DTYPES = _numpy_dtypes()
+_NDIM_MAX = 64 if int(np.__version__.split(".")[0]) >= 2 else 32
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ADDED = 2  # `isbuiltin` of dtypes that numpy is given by others
+_TYPES = {dtype.type: name for dtype, name in _NAMES.items() if dtype.isbuiltin == _ADDED}
 
 
 def name_of(dtype: Any) -> str | None:
     """Return the logical name of a numpy dtype, or None for one that the format does not have."""
     try:
-        return _NAMES.get(dtype if dtype.names else dtype.newbyteorder("="))
+        return _exact_name_of(dtype if dtype.names else dtype.newbyteorder("="))
     except TypeError:  # a dtype of the new style, such as StringDType
         return None
+
+
+def _exact_name_of(dtype: Any) -> str | None:
+    """Return the logical name of a dtype in the byte order of this machine."""
+    # Not by the dtype where it is of ml_dtypes: numpy 1 changes its hash when it reads a pickle.
+    return _TYPES.get(dtype.type) if dtype.isbuiltin == _ADDED else _NAMES.get(dtype)
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -123,9 +132,10 @@ def value_of(value: Any, place: Sequence[Any]) -> Any:
     if isinstance(value, np.generic) and not isinstance(value, (np.str_, np.bytes_)):
         return _scalar(value, place)
     if isinstance(value, np.dtype):
-        if value not in _NAMES:
+        name = _exact_name_of(value)
+        if name is None:
             raise _unsupported_dtype(value, place)
-        return Named("numpy.dtype", _NAMES[value])
+        return Named("numpy.dtype", name)
     return NotImplemented
 
 
@@ -152,6 +162,7 @@ def load(
 
     Raises:
         FormatError: the checkpoint is damaged, or not signed; see `dsdformat.open`.
+        UnsupportedValueError: a tensor has more than 32 dims, with numpy 1.
 
     Ranks: local.
     Memory: the arrays, and one block per thread.
@@ -159,6 +170,8 @@ def load(
     with folders.open(
         path, verify=verify, digest=digest, pubkey=pubkey, threads=threads
     ) as checkpoint:
+        for entry in checkpoint:
+            _check_ndim(entry.shape, entry.name)
         arrays = [np.empty(entry.shape, _DTYPES[entry.dtype]) for entry in checkpoint]
         checkpoint.read_all([_bytes_of(array) for array in arrays])
         return checkpoint.tree(_hooks(arrays))
@@ -172,8 +185,22 @@ def _hooks(arrays: list[Any]) -> Hooks:
     )
 
 
+def _check_ndim(shape: Sequence[int], name: str) -> None:
+    if len(shape) > _NDIM_MAX:
+        raise UnsupportedValueError(
+            f"{printable(name)} has {len(shape)} dims, more than this numpy has: {_NDIM_MAX}",
+            path_in_tree=name,
+            hint="use numpy 2, which has as many as the format",
+        )
+
+
 def array_over(view: memoryview, dtype: str, shape: Sequence[int]) -> Any:
-    """Return the array of these packed bytes, which it shares and keeps alive."""
+    """Return the array of these packed bytes, which it shares and keeps alive.
+
+    Raises:
+        UnsupportedValueError: it has more than 32 dims, with numpy 1.
+    """
+    _check_ndim(shape, "a tensor")
     if not len(view):
         return np.empty(shape, dtype_of(dtype))
     return np.frombuffer(view, _little(dtype_of(dtype))).reshape(shape)

@@ -197,7 +197,25 @@ UNSAFE = {
     "from-hub": ("from torch.hub import load", "torch.hub"),
     "jit": ("import torch\ntorch.jit.load('x')", "torch.jit.load"),
     "library": ("import torch\ntorch.ops.load_library('x')", "torch.ops.load_library"),
-    "numpy-load": ("import numpy as np\nnp.load('x', allow_pickle=True)", "allow_pickle"),
+    "numpy-pickle": ("import numpy as np\nnp.save('x', 1, allow_pickle=True)", "allow_pickle"),
+    "numpy-load": ("import numpy as np\nnp.load('x')", "numpy.load"),
+    "processes": ("from multiprocessing import Pool", "multiprocessing"),
+    "pool-of-processes": (
+        "from concurrent.futures import ProcessPoolExecutor",
+        "concurrent.futures.ProcessPoolExecutor",
+    ),
+    "database": ("import dbm.dumb", "dbm.dumb"),
+    "installer": ("import ensurepip", "ensurepip"),
+    "debugger": ("breakpoint()", "breakpoint"),
+    "builtins": ("__builtins__['eval']('1')", "__builtins__"),
+    "objects-of-ranks": (
+        "from torch import distributed\ndistributed.all_gather_object(a, b)",
+        "torch.distributed.all_gather_object",
+    ),
+    "metadata-of-dcp": (
+        "import torch.distributed.checkpoint as dcp\ndcp.load(x)",
+        "torch.distributed.checkpoint.load",
+    ),
 }
 
 
@@ -206,6 +224,34 @@ def test_what_could_execute_a_file_is_found(tmp_path, source, name):
     problem = problem_of(tmp_path, {"torch/save.py": source})
     line = source.count("\n") + 1
     assert problem.startswith(f"dsdformat/torch/save.py:{line}: uses {name}, which could ")
+
+
+LOOKED_UP = {
+    "getattr": ("import torch\ngetattr(torch, name)", "torch"),
+    "getattr-of-a-part": ("import torch\ngetattr(torch.nn, name)", "torch.nn"),
+    "getattr-of-an-alias": ("from torch import nn as n\ngetattr(n, f'{a}')", "torch.nn"),
+    "modules": ("import sys\nsys.modules[name]", "sys.modules"),
+    "modules-get": ("import sys\nsys.modules.get(name)", "sys.modules"),
+    "from-modules": ("import sys\ngetattr(sys.modules['os'], name)", "sys.modules"),
+    "dict": ("import os\nos.__dict__[name]", "os.__dict__"),
+    "vars": ("import os\nvars(os)", "os"),
+    "getattr-by-another-name": ("look = getattr", "whatever it is called with"),
+}
+
+
+@pytest.mark.parametrize(("source", "name"), LOOKED_UP.values(), ids=LOOKED_UP)
+def test_a_name_that_a_file_could_choose_is_found(tmp_path, source, name):
+    problem = problem_of(tmp_path, {"torch/save.py": source})
+    line = source.count("\n") + 1
+    assert problem.startswith(f"dsdformat/torch/save.py:{line}: looks up a name in {name} ")
+
+
+def test_each_table_of_names_is_still_used():
+    """A row of LOOKUPS that no module needs would let one in unseen."""
+    modules, _ = check_layers.parse_package(ROOT)
+    found = {one.name: {name for _, name in check_layers.free_lookups(one)} for one in modules}
+    used = {name: names for name, names in found.items() if names}
+    assert used == {name: set(names) for name, names in check_layers.LOOKUPS.items()}
 
 
 def test_an_exception_is_for_one_module_and_one_name(tmp_path):
@@ -228,8 +274,11 @@ def test_words_that_only_look_unsafe_are_accepted(tmp_path):
             torch.compile(module)
             re.compile("x")
             os.path.join("system")
-            np.load("x", allow_pickle=False)
+            np.save("x", 1, allow_pickle=False)
             print("exec")
+            getattr(module, "w" + "eight")
+            getattr(torch, "compiler", None)
+            sys.modules.get("torch")
     '''
     assert problems_of(tmp_path, {"torch/load.py": source}) == []
 

@@ -5,6 +5,7 @@ Reads the source with ast and imports none of it. The tables below are the whole
 - UNITS: which layer a module is in, and what it may import, of ours and of others.
 - UNSAFE_MODULES, UNSAFE_NAMES, UNSAFE_BUILTINS: what could execute bytes from a file, start a
   program, or reach the network. No module may name them, but for what EXCEPTIONS tells.
+- LOOKUPS: which modules may look up a name in a module that is no literal, and why that is safe.
 - MODULE_LINES, FUNCTION_LINES: sizes, past which the source must say why.
 
 An import counts wherever it stands: in a function and under TYPE_CHECKING too.
@@ -97,16 +98,22 @@ TYPING_ONLY = ("typing_extensions", "_typeshed")  # known to a type checker, ins
 
 UNSAFE_MODULES = (
     # They execute what they read.
-    *("pickle", "_pickle", "marshal", "shelve", "runpy", "dill", "cloudpickle", "joblib", "yaml"),
-    *("code", "codeop", "imp", "zipimport", "pkgutil", "pdb", "timeit"),
-    *("ctypes", "_ctypes", "cffi"),
-    # They start programs, or reach the network.
-    *("subprocess", "_posixsubprocess", "pty", "webbrowser"),
-    *("socket", "_socket", "socketserver", "ssl", "http", "urllib", "ftplib", "smtplib", "xmlrpc"),
+    *("pickle", "_pickle", "marshal", "shelve", "dbm", "runpy"),
+    *("dill", "cloudpickle", "jsonpickle", "joblib", "yaml", "ruamel"),
+    *("code", "codeop", "imp", "zipimport", "pkgutil", "pydoc", "rlcompleter"),
+    *("bdb", "pdb", "trace", "timeit", "profile", "cProfile", "doctest", "unittest"),
+    *("ctypes", "_ctypes", "cffi", "_cffi_backend", "sqlite3", "numba"),
+    # They start programs, install them, or reach the network.
+    *("subprocess", "_posixsubprocess", "pty", "webbrowser", "multiprocessing", "asyncio"),
+    *("pip", "ensurepip", "venv", "setuptools", "distutils", "pkg_resources"),
+    *("socket", "_socket", "socketserver", "ssl", "http", "urllib", "xmlrpc", "wsgiref"),
+    *("ftplib", "smtplib", "poplib", "imaplib", "nntplib", "telnetlib"),
     *("requests", "httpx", "aiohttp"),
 )
 UNSAFE_NAMES = (
     *("builtins.eval", "builtins.exec", "builtins.compile", "builtins.__import__"),
+    *("builtins.breakpoint", "logging.config", "concurrent.futures.process"),
+    "concurrent.futures.ProcessPoolExecutor",
     *("importlib.import_module", "importlib.__import__", "importlib.reload"),
     *("importlib.util.spec_from_file_location", "importlib.util.module_from_spec"),
     *("importlib.machinery", "importlib.metadata.entry_points"),
@@ -118,10 +125,28 @@ UNSAFE_NAMES = (
     *("torch.load", "torch.serialization.load", "torch.jit.load", "torch.export.load"),
     *("torch.hub", "torch.package", "torch.utils.cpp_extension"),
     *("torch.ops.load_library", "torch.classes.load_library"),
+    # They pickle, and unpickle what another rank or file says.
+    *("torch.multiprocessing", "torch.distributed.rpc"),
+    *(f"torch.distributed.{kind}_object" for kind in ("all_gather", "gather")),
+    *(f"torch.distributed.{kind}_object_list" for kind in ("broadcast", "scatter", "send", "recv")),
+    *("torch.distributed.checkpoint.FileSystemReader", "torch.distributed.checkpoint.load"),
+    *("numpy.load", "numpy.ctypeslib", "numpy.f2py"),
 )
-UNSAFE_BUILTINS = ("eval", "exec", "compile", "__import__")
+UNSAFE_BUILTINS = ("eval", "exec", "compile", "__import__", "breakpoint", "__builtins__", "globals")
 EXCEPTIONS = {
     "storage.target": ("ctypes",),  # renameat2, which Python does not offer
+}
+# Modules in which a name is looked up that is no literal, as `getattr(torch, name)`. It must be
+# from a table of ours, never from a file.
+LOOKUPS = {
+    "numpy": ("ml_dtypes",),  # the dtypes of the format
+    "storage.local": ("os",),  # flags that not every system has
+    "torch.dtypes": ("torch",),  # all that it has
+    "torch.dcp_state": (  # three methods
+        "torch.distributed.checkpoint.default_planner.DefaultSavePlanner",
+    ),
+    "torch.compat": ("sys.modules",),  # classes of _WRAPPERS
+    "torch.install_optim": ("torch.optim.Optimizer",),  # two methods
 }
 
 MODULE_LINES = 600  # more needs the word "long" in the module's docstring
@@ -319,6 +344,49 @@ def check_safety(module: Module, imports: list[Import]) -> Iterator[Problem]:
                 f"uses {name}, which could execute a file, start a program or reach the network; "
                 "do without it",
             )
+
+    for line, name in free_lookups(module):
+        if name not in LOOKUPS.get(module.name, ()):
+            yield Problem(
+                module.file,
+                line,
+                f"looks up a name in {name} that is no literal, so a file could choose it; "
+                "write the names out, or add the table they are from to LOOKUPS",
+            )
+
+
+def free_lookups(module: Module) -> Iterator[tuple[int, str]]:
+    """Yield where a name that is no literal is looked up in a module, or where that is hidden."""
+    aliases = bound_names(module.tree)
+    called = {id(node.func) for node in ast.walk(module.tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Name) and node.id == "getattr" and id(node) not in called:
+            yield node.lineno, "whatever it is called with"
+        elif isinstance(node, ast.Call):
+            yield from free_calls(node, aliases)
+        elif isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
+            name = dotted(node.value, aliases)
+            if name == "sys.modules" or name.endswith(".__dict__"):
+                yield node.lineno, name
+
+
+def free_calls(node: ast.Call, aliases: dict[str, str]) -> Iterator[tuple[int, str]]:
+    """Yield the module in which a call looks up a name that is no literal."""
+    function, arguments = node.func, node.args
+    if isinstance(function, ast.Name) and function.id == "getattr":
+        free = len(arguments) > 1 and not isinstance(arguments[1], ast.Constant)
+        base = arguments[0]
+        name = dotted(base.value if isinstance(base, ast.Subscript) else base, aliases)
+        if free and name:
+            yield node.lineno, name
+    elif isinstance(function, ast.Name) and function.id == "vars" and arguments:
+        if name := dotted(arguments[0], aliases):
+            yield node.lineno, name
+    elif isinstance(function, ast.Attribute) and function.attr in ("get", "__getitem__"):
+        name = dotted(function.value, aliases)
+        free = bool(arguments) and not isinstance(arguments[0], ast.Constant)
+        if free and (name == "sys.modules" or name.endswith(".__dict__")):
+            yield node.lineno, name
 
 
 def unsafe_names(module: Module, imports: list[Import]) -> Iterator[tuple[int, str]]:

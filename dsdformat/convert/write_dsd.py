@@ -15,6 +15,7 @@ from dsdformat.convert.teams import TeamTarget
 from dsdformat.errors import ArgumentError
 from dsdformat.limits import MIB
 from dsdformat.sources import TensorSource
+from dsdformat.storage.local import storage_errors
 from dsdformat.storage.target import LocalTarget
 from dsdformat.writer import Codec, PartWriter, Writer
 
@@ -46,7 +47,9 @@ def write_dsd(job: Job, *, codec: Codec = "raw") -> Written:
         root, files = "", []
         with target.together():
             if isinstance(writer, Writer):
-                root, files = writer.commit(), sorted(os.listdir(job.path))
+                root = writer.commit()
+                with storage_errors(job.path):
+                    files = sorted(os.listdir(job.path))
     root, files = team.tell([root, files])
     return Written(sum(1 for _ in job.opened), nbytes, tuple(files), root)
 

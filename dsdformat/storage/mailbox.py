@@ -13,13 +13,15 @@ that what is left of ranks that were killed is removed by the next writer to NAM
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 import shutil
 from pathlib import Path
 
+from dsdformat.errors import StorageError
 from dsdformat.storage.local import storage_errors
-from dsdformat.storage.target import locks, make_partial
+from dsdformat.storage.target import FileSink, locks, make_partial
 
 __all__ = ["Mailbox"]
 
@@ -55,7 +57,11 @@ class Mailbox:
         real = Path(os.path.realpath(path))
         with storage_errors(real):
             folder, lock = make_partial(real)
-        return cls(folder, 0, lock)
+        try:
+            return cls(folder, 0, lock)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     @classmethod
     def join(cls, folder: str, rank: int) -> Mailbox:
@@ -75,29 +81,52 @@ class Mailbox:
         place = self.folder / f"{_WORD}{self._rank}"
         with storage_errors(place):
             draft = place.with_name(f"draft-{self._rank}")
-            draft.write_bytes(word)
+            draft.unlink(missing_ok=True)  # of a word that could not be left
+            sink = FileSink(draft)
+            try:
+                sink.write_at(0, [word])
+            finally:
+                sink.discard()
             os.replace(draft, place)
 
     def words(self) -> set[int]:
-        """Return the ranks that have left a word; none if the folder is gone."""
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
-            names = [entry.name for entry in entries if entry.name.startswith(_WORD)]
+        """Return the ranks that have left a word; none if the folder is gone.
+
+        Raises:
+            StorageError: `io_error`.
+        """
+        with storage_errors(self.folder), contextlib.suppress(FileNotFoundError):
+            with os.scandir(self.folder) as entries:
+                names = [entry.name for entry in entries if entry.name.startswith(_WORD)]
             return {int(name.removeprefix(_WORD)) for name in names}
         return set()
 
     def word(self, rank: int) -> bytes | None:
-        """Return the word of a rank; None if there is none."""
-        with contextlib.suppress(FileNotFoundError):
-            return (self.folder / f"{_WORD}{rank}").read_bytes()
+        """Return the word of a rank; None if there is none.
+
+        Raises:
+            StorageError: `io_error`.
+        """
+        place = self.folder / f"{_WORD}{rank}"
+        with storage_errors(place), contextlib.suppress(FileNotFoundError):
+            return place.read_bytes()
         return None
 
     def is_alive(self, rank: int) -> bool:
-        """Whether a rank may still live: False if it is known to have ended."""
+        """Whether a rank may still live: False if it is known to have ended.
+
+        Raises:
+            StorageError: `io_error`.
+        """
         fcntl, machine = locks(), _machine()
+        place = self.folder / f"{_ALIVE}{rank}"
         try:
-            fd = os.open(self.folder / f"{_ALIVE}{rank}", os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
+            with storage_errors(place):
+                fd = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                return False
+            raise
         try:
             if fcntl is None or os.read(fd, len(machine) + 1) != machine:
                 return True
@@ -125,17 +154,22 @@ class Mailbox:
 
     def _unlock(self) -> None:
         while self._locks:
-            os.close(self._locks.pop())
+            with contextlib.suppress(OSError):
+                os.close(self._locks.pop())
 
 
 def _be_alive(place: Path) -> int:
     """Make the file that shows a rank to be there, hold it, and say in it on which machine."""
     fd = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     fcntl = locks()
-    if fcntl is not None:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(fd, _machine())
+    try:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.write(fd, _machine())
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 

@@ -21,7 +21,8 @@ from dsdformat.format.decoding import decode_tree
 from dsdformat.format.digests import digest
 from dsdformat.format.packing import emit, parse
 from dsdformat.format.values import encode
-from dsdformat.torch.failures import check_rows, error_row
+from dsdformat.torch.contact import find_silent
+from dsdformat.torch.failures import check_rows, error_row, lost_contact
 
 __all__ = ["Comm", "decoded", "global_rank", "group_order", "is_distributed"]
 
@@ -178,7 +179,13 @@ class Comm:
             if error is not None:
                 raise error
             return
-        rows = self.gather_values(None if error is None else error_row(error))
+        try:
+            rows = self.gather_values(None if error is None else error_row(error))
+        except DistributedError as lost:
+            if error is not None:
+                lost.failures[self.ranks[self.rank]] = error
+                lost.add_note(f"Before that, {doing} failed on this rank: {error}")
+            raise
         check_rows(doing, self.ranks, rows, (self.rank, error))
 
     def exchange(
@@ -260,19 +267,15 @@ class Comm:
         """Talk to other ranks; if that fails, say what it means.
 
         Raises:
-            DistributedError: `ranks_absent`.
+            DistributedError: `ranks_absent`, with the ranks of which nothing is heard any more.
         """
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # each backend has kinds of its own
-            raise DistributedError(
-                f"rank {self.ranks[self.rank]} has lost contact with other ranks: {error}",
-                code="ranks_absent",
-                failures={},
-                hint="one of them has ended, or is somewhere else: see what each has said last",
-            ) from error
+            own, name = self.ranks[self.rank], getattr(self.group, "group_name", "")
+            raise lost_contact(own, find_silent(self.ranks, own, name), error) from error
 
     def _all_gather(self, parts: list[torch.Tensor], part: torch.Tensor) -> None:
         with self._in_contact():

@@ -10,7 +10,7 @@ from typing import Any
 
 from dsdformat.errors import CODES, DistributedError, DsdError
 
-__all__ = ["Row", "check_rows", "error_row"]
+__all__ = ["Row", "check_rows", "error_row", "lost_contact"]
 
 # What ranks are told of an error: values of the format.
 Row = dict[str, Any]
@@ -53,6 +53,27 @@ def error_row(error: Exception) -> Row:
         "hint": error.hint if known else None,  # type: ignore[attr-defined]
         "message": _text(error.message if known else str(error)),  # type: ignore[attr-defined]
     }
+
+
+def lost_contact(own: int, silent: Sequence[int], error: Exception) -> DistributedError:
+    """Return the error of a rank that no longer reaches others.
+
+    Args:
+        own: This rank.
+        silent: Ranks of which nothing is heard; none if nobody knows.
+        error: What the backend says.
+    """
+    others, which = "other ranks", "one of them"
+    if silent:
+        shown = ", ".join(map(str, silent[:10])) + (", …" if len(silent) > 10 else "")
+        others = f"rank{'s' * (len(silent) > 1)} {shown}"
+        which = "it" if len(silent) == 1 else "each"
+    return DistributedError(
+        f"rank {own} has lost contact with {others}: {error}",
+        code="ranks_absent",
+        failures={rank: _TellableError("nothing is heard of it") for rank in silent},
+        hint=f"{which} has ended, hangs, or makes another call: see what it has said last",
+    )
 
 
 def _text(text: str) -> str:

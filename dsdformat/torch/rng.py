@@ -246,7 +246,10 @@ def _of_numpy(generator: np.random.Generator | None = None) -> _Stream:
             put=np.random.set_state,
         )
     source = generator.bit_generator
-    take_own = partial(getattr, source, "state")
+
+    def take_own() -> Any:
+        return source.state
+
     return _Stream(
         kind="numpy.random.Generator",
         take=take_own,

@@ -43,12 +43,12 @@ def kill(save: Save, root: Path, number: int) -> int:
 def main(name: str, folder: Path) -> None:
     (save,) = [one for one in SAVES if one.name == name]
     os.fsync = lambda fd: None  # a killed process loses nothing of what the system has
-    for number in itertools.count(1):
+    for count, number in enumerate(itertools.count(1, save.every)):
         root = folder / f"{number:03}"
         save.prepare(root)
         status = kill(save, root, number)
         if status != KILLED:
-            print(number - 1, status)
+            print(count, status)
             return
 
 

@@ -120,6 +120,12 @@ class Disk:
                 file.data.extend(bytes(max(0, end - len(file.data))))
                 file.data[step.byte_offset : end] = step.data
                 file.writes.append((step.byte_offset, step.data))
+            case "resize":
+                file = self._handles[step.handle]
+                assert isinstance(file, File)
+                assert step.byte_offset >= len(file.data)
+                file.data.extend(bytes(step.byte_offset - len(file.data)))
+                file.writes.append((step.byte_offset, b""))
             case "fsync":
                 self._flush(self._handles[step.handle])
             case "mkdir":

@@ -7,21 +7,29 @@ checkpoint of ours is a row too.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import dsdformat
-from dsdformat import TensorSource
+from dsdformat import DistributedError, StorageError, TensorSource
+from dsdformat.convert import convert, open_any
 from dsdformat.convert.write_torch import SinkWriter
-from dsdformat.storage.target import FileTarget
+from dsdformat.storage.guards import folder_guard
+from dsdformat.storage.mailbox import Mailbox
+from dsdformat.storage.target import FileTarget, LocalTarget
 from dsdformat.writer import Writer
 
+EVERY = 11
 NOISE = bytes(range(256)) * 20
 TEXT = b"abcdefgh" * 640
 
@@ -83,6 +91,108 @@ def save_in_background(path: Path, word: str, **options: Any) -> None:
                 thread.join()
 
 
+class Two:
+    """What a rank of two knows of both."""
+
+    world_size, ranks = 2, (0, 1)
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+def save_from_two_ranks_apart(path: Path, word: str, **options: Any) -> None:
+    """Save from two ranks in the background: by words in a mailbox, each rank in its turn.
+
+    Rank 1 writes, leaves its word, and is about to wait; then rank 0 does all of its part.
+    """
+    from dsdformat.torch import apart
+    from dsdformat.torch.unfinished import Unfinished
+
+    coordinator = dsdformat.create(path, user={"word": word}, threads=1, world_size=2, **options)
+    boxes: list[Mailbox] = []
+    errors: list[Exception] = []
+    try:
+        boxes.append(Mailbox.begin(path))
+        boxes.append(Mailbox.join(str(boxes[0].folder), 1))
+        joined = Writer.join(coordinator.staging, rank=1, world_size=2, threads=1)
+        for writer, name in ((coordinator, "a"), (joined, "b")):
+            writer.add({"model": {name: TensorSource.of("uint8", (len(NOISE),), NOISE)}})
+            writer.plan()
+        first = Unfinished(Two(0), coordinator, coordinator, boxes[0])
+        second = Unfinished(Two(1), joined, None, boxes[1])
+        turns = [first, second]
+
+        class Turn(apart.Limit):
+            def pause(self, seconds: float) -> None:
+                write()
+
+        def write() -> None:
+            """Let the next rank write, if there is one."""
+            try:
+                if turns:
+                    apart.write_apart(turns.pop(), Turn(60))
+            except Exception as error:
+                errors.append(error)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(apart, "_LIVES_S", 0.0)
+            while turns:
+                write()
+    except BaseException:
+        coordinator.abort()
+        for box in boxes:
+            box.close()
+        raise
+    if errors:
+        raise cause_of(errors)
+
+
+def cause_of(errors: list[Exception]) -> Exception:
+    """Return the error of the rank that had it; others were told."""
+    told = [
+        one
+        for error in errors
+        if isinstance(error, DistributedError)
+        for one in error.failures.values()
+    ]
+    own = [one for one in (*errors, *told) if isinstance(one, StorageError) and one.errno]
+    return own[0] if own else errors[0]
+
+
+@functools.cache
+def source(word: str) -> Path:
+    """A checkpoint that is converted, in a folder of this process."""
+    path = Path(sources().name) / word
+    with dsdformat.create(path, user={"word": word}, threads=1) as writer:
+        said = TEXT + word.encode()
+        for name, data in (("a", NOISE), ("b", said)):
+            writer.add({name: TensorSource.of("uint8", (len(data),), data)})
+    return path
+
+
+@functools.cache
+def sources() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="dsdformat-crash-")
+
+
+def converting(to: str) -> Callable[..., None]:
+    """Return what converts a checkpoint to a kind."""
+    return lambda path, word, **options: convert(source(word), path, to=to, **options)
+
+
+def export(path: Path, word: str, **options: Any) -> None:
+    """Export a model from torch, as a Hugging Face folder."""
+    import torch
+
+    import dsdformat.torch as dsd
+
+    both = {"a": NOISE, "b": TEXT + word.encode()}
+    state = {
+        name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in both.items()
+    }
+    dsd.export_safetensors(path, state, **options)
+
+
 def save_file(path: Path, word: str, **options: Any) -> None:
     """Write one file as converters do, piece after piece."""
     target = FileTarget(path, **options)
@@ -117,6 +227,18 @@ def word_of_file(path: Path) -> str | None:
     return data[len(NOISE) :].decode()
 
 
+def word_of_converted(path: Path) -> str | None:
+    """What a checkpoint of others at a path says, if it has all before; None if there is none."""
+    if not path.exists():
+        return None
+    with open_any(path) as opened:
+        opened.verify()
+        found = {name: bytes(tensor.read()) for name, tensor in opened}
+    assert found["a"] == NOISE
+    assert found["b"].startswith(TEXT)
+    return found["b"][len(TEXT) :].decode()
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """What a save makes.
@@ -136,6 +258,17 @@ CHECKPOINT = Product(save_one, lambda path: dsdformat.create(path, overwrite=Tru
 FILE = Product(save_file, lambda path: FileTarget(path, overwrite=True), word_of_file)
 
 
+def converted_file(to: str) -> Product:
+    return Product(converting(to), lambda path: FileTarget(path, overwrite=True), word_of_converted)
+
+
+def converted_folder(to: str) -> Product:
+    def begin(path: Path) -> LocalTarget:
+        return LocalTarget(path, overwrite=True, guard=folder_guard(()))
+
+    return Product(converting(to), begin, word_of_converted)
+
+
 @dataclass(frozen=True, slots=True)
 class Save:
     """A way to save.
@@ -146,6 +279,8 @@ class Save:
         replaces: Whether an old checkpoint is there before.
         can_exchange: Whether the system exchanges two names in one step.
         product: What it makes.
+        every: Of how many steps one is stopped at: more than 1 where the steps are mostly those
+            of other saves.
         imports: What it imports; before the save, so that no process that is killed does.
     """
 
@@ -155,6 +290,7 @@ class Save:
     replaces: bool = False
     can_exchange: bool = True
     product: Product = CHECKPOINT
+    every: int = 1
     imports: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -164,6 +300,8 @@ class Save:
         """Make what is there before."""
         for name in self.imports:
             importlib.import_module(name)
+        for word in ("old", "new", "next"):
+            source(word)
         root.mkdir(exist_ok=True)
         if self.replaces:
             self.product.save(root / self.path, "old")
@@ -195,12 +333,36 @@ SAVES = (
     ),
     Save("file", save_file, product=FILE),
     Save("replace-file", save_file, replaces=True, product=FILE),
+    Save("convert-to-dsd", converting("dsd"), replaces=True, every=EVERY),
+    *(
+        Save(f"convert-to-{to}", converting(to), replaces=True, product=product(to), every=EVERY)
+        for product, kinds in (
+            (converted_file, ("safetensors", "torch", "npz")),
+            (converted_folder, ("huggingface", "dcp")),
+        )
+        for to in kinds
+    ),
 )
 if importlib.util.find_spec("torch") is not None:
     TORCH = ("dsdformat.torch",)
     SAVES += (
         Save("new-in-background", save_in_background, imports=TORCH),
         Save("replace-in-background", save_in_background, replaces=True, imports=TORCH),
+        Save(
+            "replace-from-two-ranks-apart",
+            save_from_two_ranks_apart,
+            replaces=True,
+            every=3,
+            imports=TORCH,
+        ),
+        Save(
+            "export",
+            export,
+            replaces=True,
+            product=converted_folder("huggingface"),
+            every=EVERY,
+            imports=TORCH,
+        ),
     )
 
 

@@ -22,8 +22,8 @@ import pytest
 from dsdformat.storage import target
 
 REFUSED = (
-    *("copy_file_range", "fdatasync", "ftruncate", "posix_fallocate", "pwrite", "remove"),
-    *("removedirs", "renames", "replace", "sendfile", "symlink", "truncate", "write", "writev"),
+    *("copy_file_range", "fdatasync", "posix_fallocate", "pwrite", "remove"),
+    *("removedirs", "renames", "sendfile", "symlink", "truncate", "writev"),
 )
 
 
@@ -32,11 +32,11 @@ class Step:
     """One call.
 
     Attributes:
-        kind: `open` and `create` of a file or folder, `close`, `write`, `fsync`, `mkdir`, `rmdir`,
-            `unlink`, `rename`, `link`, `exchange`, `list`, `lock`.
+        kind: `open` and `create` of a file or folder, `close`, `write`, `resize`, `fsync`, `mkdir`,
+            `rmdir`, `unlink`, `rename`, `link`, `exchange`, `list`, `lock`.
         path, other: Relative to the root; `other` is the second name of two.
         handle: Which opening of a file it works on.
-        byte_offset, data: What was written, and where.
+        byte_offset, data: What was written, and where; or the length that a file was given.
     """
 
     kind: str
@@ -115,6 +115,20 @@ class Steps:
         self.done.append(step)
         return count
 
+    def write(self, fd: int, data: bytes) -> int:
+        """Write at the beginning of a file, as all do that are not written by place."""
+        if fd not in self._files:
+            return self._real["write"](fd, data)
+        assert os.lseek(fd, 0, os.SEEK_CUR) == 0
+        return self.pwritev(fd, [memoryview(data)], 0)
+
+    def ftruncate(self, fd: int, nbytes: int) -> None:
+        if fd not in self._files:
+            return self._real["ftruncate"](fd, nbytes)
+        handle, name = self._files[fd]
+        step = Step("resize", name, handle=handle, byte_offset=nbytes)
+        return self._take(step, self._real["ftruncate"], fd, nbytes)
+
     def fsync(self, fd: int) -> None:
         """Note a flush. Nothing is flushed: what a power cut leaves is simulated."""
         if fd in self._files:
@@ -137,6 +151,9 @@ class Steps:
         return self._named("list", path, call="listdir")
 
     def rename(self, src: Any, dst: Any, **options: Any) -> None:
+        self._named_twice("rename", src, dst, **options)
+
+    def replace(self, src: Any, dst: Any, **options: Any) -> None:
         self._named_twice("rename", src, dst, **options)
 
     def link(self, src: Any, dst: Any, **options: Any) -> None:
@@ -208,7 +225,7 @@ class Steps:
 
 CALLS = (
     *("open", "close", "pwritev", "fsync", "mkdir", "unlink", "rmdir", "scandir", "listdir"),
-    *("rename", "link"),
+    *("rename", "replace", "link", "write", "ftruncate"),
 )
 
 

@@ -41,7 +41,7 @@ def test_a_killed_save_leaves_the_old_or_the_new_checkpoint_and_the_next_one_cle
     tmp_path, save
 ):
     roots = kill_everywhere(save, tmp_path)
-    assert len(roots) > 20
+    assert len(roots) > 20 // save.every
     faults = {root.name: faults_after(root, save) for root in roots}
     assert {step: found for step, found in faults.items() if found} == {}
 

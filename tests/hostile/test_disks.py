@@ -21,8 +21,15 @@ import pytest
 
 import dsdformat
 import dsdformat.numpy
-from dsdformat import Checkpoint, DsdError, FormatError, StorageError, TensorSource
-from dsdformat.convert import find_kind, open_any, open_foreign
+from dsdformat import (
+    ArgumentError,
+    Checkpoint,
+    DsdError,
+    FormatError,
+    StorageError,
+    TensorSource,
+)
+from dsdformat.convert import convert, find_kind, open_any, open_foreign
 
 LABELS = ["manifest.dsd", "model.safetensors", "optimizer.safetensors", "config.json"]
 TENSORS = ["model/raw", "model/text", "optimizer/moment"]
@@ -155,6 +162,39 @@ def test_a_special_file_is_no_foreign_checkpoint(small_folder, make):
         with pytest.raises(DsdError) as error:
             call(path)
         assert error.value.code == ("unknown_kind" if make is make_folder else "not_regular_file")
+
+
+@pytest.fixture(scope="module")
+def foreign_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of Hugging Face in two files, and one of DCP."""
+    folder = tmp_path_factory.mktemp("foreign")
+    with dsdformat.create(folder / "c") as writer:
+        for name in ("a", "b"):
+            writer.add({name: TensorSource.of("uint8", (3,), name.encode() * 3)})
+    convert(folder / "c", folder / "huggingface", to="huggingface", max_shard_bytes=3)
+    convert(folder / "c", folder / "dcp", to="dcp")
+    return folder
+
+
+MEMBERS = [
+    *("huggingface/model-00002-of-00002.safetensors", "huggingface/model.safetensors.index.json"),
+    *("dcp/.metadata", "dcp/__0_0.distcp"),
+]
+
+
+@special
+@pytest.mark.parametrize("member", MEMBERS)
+def test_no_file_of_a_foreign_folder_may_be_special(tmp_path, foreign_folders, make, member):
+    kind, label = member.split("/")
+    path = tmp_path / "folder" / kind
+    shutil.copytree(foreign_folders / kind, path)
+    with open_any(path) as opened:
+        assert {name: bytes(one.read()) for name, one in opened} == {"a": b"aaa", "b": b"bbb"}
+    (path / label).unlink()
+    make(path / label)
+    with pytest.raises(DsdError) as error:
+        [one.read() for _, one in open_any(path)]
+    assert error.value.code == "not_regular_file"
 
 
 @special
@@ -477,6 +517,69 @@ def test_a_checkpoint_in_a_folder_that_is_too_deep_to_name_is_read_by_a_relative
     assert os.listdir() == ["c"]
     monkeypatch.undo()
     shutil.rmtree(tmp_path / ("n" * 200))
+
+
+# Case
+
+
+@pytest.fixture
+def caseless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file system to which `A` and `a` are one name; it keeps the first form."""
+    real = os.open
+
+    def resolved(path: object, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        folder, name = os.path.split(os.fspath(path))  # type: ignore[call-overload]
+        if dir_fd is not None or str(folder).startswith(str(tmp_path)):
+            for other in os.listdir(folder or dir_fd):
+                if other.lower() == str(name).lower():
+                    path = os.path.join(folder, other)
+        return real(path, flags, mode, dir_fd=dir_fd)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", resolved)
+    monkeypatch.setattr(os, "supports_dir_fd", {*os.supports_dir_fd, resolved})
+
+
+def test_names_that_differ_in_case_alone_have_files_of_their_own_where_case_is_nothing(
+    caseless, tmp_path
+):
+    state = {
+        name: {"w": TensorSource.of("uint8", (1,), bytes([number]))}
+        for number, name in enumerate(("model", "Model", "MODEL", "Optimizer"))
+    }
+    state["w"] = TensorSource.of("uint8", (1,), b"r")  # which has no section
+    with dsdformat.create(tmp_path / "c", threads=1) as writer:
+        writer.add_file("README.md", b"")
+        writer.add(state)
+    labels = {path.name for path in (tmp_path / "c").iterdir()}
+    assert len({label.lower() for label in labels}) == len(labels) == 7
+    assert dsdformat.verify(tmp_path / "c", threads=1).ok
+    with dsdformat.open(tmp_path / "c", threads=1) as checkpoint:
+        found = {entry.name: bytes(entry.read()) for entry in checkpoint}
+    assert found == {
+        "model/w": b"\0",
+        "Model/w": b"\1",
+        "MODEL/w": b"\2",
+        "Optimizer/w": b"\3",
+        "w": b"r",
+    }
+
+
+@pytest.mark.parametrize("label", ["README.MD", "readme.md", "Manifest.dsd", "x.SafeTensors"])
+def test_a_side_file_whose_name_is_taken_but_for_its_case_is_refused(tmp_path, label):
+    with dsdformat.create(tmp_path / "c") as writer:
+        writer.add_file("README.md", b"")
+        with pytest.raises(ArgumentError) as error:
+            writer.add_file(label, b"")
+        assert error.value.code == "bad_argument"
+
+
+@pytest.mark.parametrize(
+    ("label", "code"), [("manifest.dsd", "no_manifest"), ("model.safetensors", "missing_file")]
+)
+def test_a_file_whose_name_came_back_in_another_case_is_missing(small_folder, label, code):
+    """As from a file system that knows capitals alone."""
+    (small_folder / label).rename(small_folder / label.upper())
+    assert codes_of(small_folder) == {code}
 
 
 @pytest.mark.parametrize("call", [dsdformat.open, save])

@@ -5,6 +5,8 @@ Every bit of every file is flipped, one at a time; every length of every file is
 
 from __future__ import annotations
 
+import random
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +14,7 @@ import pytest
 
 from dsdformat import Box, Checkpoint, DsdError, PartWriter, TensorSource, Writer, writer
 from dsdformat.errors import Problem
+from dsdformat.format.dtypes import DTYPES
 from dsdformat.storage.memory import MemoryStorage, MemoryTarget
 from dsdformat.verify import verify_storage
 
@@ -243,6 +246,46 @@ def test_two_writers_files_that_changed_places_are_found(of_two_writers):
     one, other = sorted(of_two_writers)[1:]
     swapped = {**of_two_writers, one: of_two_writers[other], other: of_two_writers[one]}
     assert {problem.where for problem in problems_of(swapped)} == {one, other}
+
+
+# Each codec, on data of each kind: blocks that shrink, and those that are stored as they are
+
+NOISE = random.Random(7).randbytes(96)
+BLOCKS = {
+    "raw-noise": ("raw", "uint8", NOISE[:40]),
+    "raw-text": ("raw", "uint8", b"abcd" * 10),
+    "raw-of-two-numbers": ("raw", "complex64", NOISE[:32]),
+    "zstd-text": ("zstd", "uint8", b"abcd" * 20),
+    "zstd-noise": ("zstd", "uint8", NOISE[:40]),
+    "zstd-of-several-bytes": ("zstd", "float32", b"\0\0\x80\x3f" * 16),
+    "planes-of-one-byte": ("planes+zstd", "uint8", b"ab" * 40),
+    "planes-of-noise": ("planes+zstd", "bfloat16", NOISE[:48]),
+    "planes-of-both-kinds": (
+        "planes+zstd",
+        "bfloat16",
+        b"".join(bytes((low, 0x3F)) for low in NOISE),
+    ),
+    "planes-of-four-bytes": ("planes+zstd", "float32", b"\1\2\x80\x3f" * 24),
+    "planes-of-eight-bytes": ("planes+zstd", "float64", struct.pack("<24d", *[1.5, -2.0] * 12)),
+}
+
+
+@pytest.mark.parametrize(("codec", "dtype", "data"), BLOCKS.values(), ids=BLOCKS)
+def test_every_bit_and_every_length_of_a_block_in_each_codec_is_pinned(save, codec, dtype, data):
+    source = TensorSource.of(dtype, (len(data) // DTYPES[dtype].itemsize,), data, codec=codec)
+    files = save({"w": source})
+    (label,) = set(files) - {"manifest.dsd"}
+    whole, begin = files[label], header_of(files[label])[1]
+    code = {"checksum_mismatch"} if codec == "raw" else {"stored_checksum_mismatch"}
+    for number, (_, changed) in enumerate(with_flips(whole, every_bit(begin, len(whole)))):
+        (problem,) = problems_of({**files, label: changed})
+        assert ({problem.code}, problem.where, problem.entry) == (code, label, "w")
+        if number % 9 == 0:  # each bit in turn, of each byte
+            assert read_everything({**files, label: changed}) == {"w": problem.code}
+    for length in range(begin - 2, len(whole)):
+        (problem,) = problems_of({**files, label: whole[:length]})
+        assert (problem.code, problem.where) == ("file_size_mismatch", label)
+    assert read_everything(files) == {"w": data}
 
 
 # Every length

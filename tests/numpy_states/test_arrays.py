@@ -36,7 +36,7 @@ LAYOUTS = {
     "no elements, strided": counted(4, 6)[:, 5:2],
     "one element": counted(1, 1, 1),
     "read-only": np.frombuffer(b"12345678", np.float32),
-    "64 dims": np.zeros((1,) * 63 + (2,), np.float32),
+    "64 dims": np.zeros((1,) * (dsdformat.numpy._NDIM_MAX - 1) + (2,), np.float32),
     "unaligned": np.frombuffer(b"x" + bytes(range(40)), np.float32, offset=1),
 }
 BIG_LAYOUTS = {

@@ -240,3 +240,13 @@ def test_an_int_with_more_digits_than_python_prints_is_a_value_and_a_key(round_t
 )
 def test_a_refusal_beside_an_int_that_python_does_not_print_is_a_refusal(tmp_path, state):
     assert refused(tmp_path, state).path_in_tree.startswith("$.a")
+
+
+def test_a_tensor_of_more_dims_than_this_numpy_has_is_refused_by_name(tmp_path, monkeypatch):
+    """Arrays of numpy 1 have 32 at most."""
+    dsdformat.numpy.save(tmp_path / "c", {"flat": np.ones(3), "deep": np.ones((1, 1, 3))})
+    monkeypatch.setattr(dsdformat.numpy, "_NDIM_MAX", 2)
+    with pytest.raises(UnsupportedValueError, match="deep has 3 dims, more than") as error:
+        dsdformat.numpy.load(tmp_path / "c")
+    assert (error.value.code, error.value.path_in_tree) == ("unsupported_value", "deep")
+    assert "numpy 2" in str(error.value.hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import pickle
 import signal
@@ -19,6 +20,7 @@ from torch import distributed
 
 import dsdformat
 import dsdformat.torch as dsd
+from dsdformat import Checkpoint
 from dsdformat.errors import (
     DistributedError,
     EntryNotFoundError,
@@ -27,13 +29,18 @@ from dsdformat.errors import (
     UnsupportedValueError,
 )
 from dsdformat.storage.local import LocalStorage
-from dsdformat.storage.target import FileSink, LocalTarget
+from dsdformat.storage.mailbox import Mailbox
+from dsdformat.storage.target import FileSink, JoinedTarget, LocalTarget
+from dsdformat.torch import contact
+from dsdformat.torch.loading import Loading
+from dsdformat.writer import PartWriter
 from tests.ranks.launching import Call, Launch
 from tests.ranks.layouts import everywhere
 from tests.ranks.test_save_load import shared
 
 GROUP_TIMEOUT_S = 4.0
 SOON_S = 3 * GROUP_TIMEOUT_S
+PATIENCE_S = 1.0  # for others that notice it too
 
 
 def state_of(number: int) -> dict[str, Any]:
@@ -82,6 +89,7 @@ WRITING: dict[str, Callable[[], Any]] = {
 
 def save_and_die(path: str, phase: str, dead: int) -> str:
     """Save twice; be killed in the second save, or return what this rank is told."""
+    contact._PATIENCE_S = PATIENCE_S
     dsd.save(path, state_of(1))
     state = state_of(2)
     is_dead = distributed.get_rank() == dead
@@ -99,6 +107,7 @@ def save_and_die(path: str, phase: str, dead: int) -> str:
 
 def load_and_die(path: str, phase: str, dead: int) -> str:
     """Load; be killed, or return what this rank is told."""
+    contact._PATIENCE_S = PATIENCE_S
     dsd.save(path, state_of(1))
     state: dict[str, Any] = {"a": torch.zeros(1000, 10), "own": dsd.PerRank(None), "step": None}
     is_dead = distributed.get_rank() == dead
@@ -140,6 +149,66 @@ def told(launcher: Any, folder: Path, function: str, args: Any, world_size: int)
     return [row and row[1] for row in rows]
 
 
+# A pair of ranks for each phase, all in one launch: which of the pair dies, where, and whether the
+# new checkpoint is there then.
+Phase = tuple[Callable[[], Any], int, bool]
+SAVE_PHASES: dict[str, Phase] = {
+    "begun": (lambda: dying(LocalTarget, "__init__", after=True), 0, False),
+    "joined": (lambda: dying(JoinedTarget, "__init__", after=True), 1, False),
+    "planned": (lambda: dying(PartWriter, "plan", after=True), 1, False),
+    "flushing": (lambda: dying(FileSink, "close"), 1, False),
+}
+BACKGROUND_PHASES: dict[str, Phase] = {
+    "apart-joined": (lambda: dying(Mailbox, "__init__", after=True), 1, False),
+    "apart-telling": (lambda: dying(Mailbox, "leave"), 1, False),
+    "apart-told": (lambda: dying(Mailbox, "leave", after=True), 1, True),
+    "apart-committing": (lambda: dying(LocalTarget, "commit"), 0, False),
+    "apart-committed": (lambda: dying(LocalTarget, "commit", after=True), 0, True),
+}
+LOAD_PHASES: dict[str, Phase] = {
+    "opening": (lambda: dying(LocalStorage, "__init__", after=True), 1, False),
+    "comparing": (lambda: dying(Loading, "check"), 0, False),
+    "made": (lambda: dying(Loading, "prepare", after=True), 1, False),
+    "ending": (lambda: dying(Checkpoint, "close"), 0, False),
+    "placing": (lambda: dying(Loading, "run"), 1, False),
+}
+PHASES = {**SAVE_PHASES, **BACKGROUND_PHASES, **LOAD_PHASES}
+
+
+def die_in_pairs(folder: str) -> str | None:
+    """Be one of a pair, one of which dies in a phase; return what the other is told."""
+    contact._PATIENCE_S = PATIENCE_S
+    rank = distributed.get_rank()
+    pairs = [distributed.new_group([2 * one, 2 * one + 1]) for one in range(len(PHASES))]
+    phase, group = list(PHASES)[rank // 2], pairs[rank // 2]
+    dead, (kill, index, _) = rank % 2 == PHASES[phase][1], PHASES[phase]
+    path = f"{folder}/{phase}/ck"
+    dsd.save(path, state_of(1), group=group)
+    if phase in LOAD_PHASES:
+        state = {"a": torch.zeros(1000, 10), "own": dsd.PerRank(None), "step": None}
+        call = functools.partial(dsd.load, path, state, strict=False, group=group)
+    else:
+        apart = phase in BACKGROUND_PHASES
+        call = functools.partial(
+            dsd.save, path, state_of(2), overwrite=True, group=group, background=apart
+        )
+    started, error = time.monotonic(), None
+    with kill() if dead else mock.MagicMock():
+        try:
+            found = call()
+            if phase in BACKGROUND_PHASES:
+                found.wait()
+        except DistributedError as caught:
+            error = caught
+    assert time.monotonic() - started < SOON_S
+    assert not dead
+    lost = 2 * (rank // 2) + index
+    if error is not None:
+        assert list(error.failures) == [lost]
+        assert f"lost contact with rank {lost}:" in str(error) or f"on rank {lost}: " in str(error)
+    return None if error is None else error.code
+
+
 def leftovers(folder: Path) -> list[Path]:
     return [one for one in folder.iterdir() if "partial" in one.name or "replaced" in one.name]
 
@@ -162,13 +231,38 @@ def test_a_rank_that_is_killed_leaves_a_whole_checkpoint_and_others_are_told(
     path.parent.mkdir()
     rows = told(launcher, tmp_path / "launch", "save_and_die", (str(path), phase, dead), world_size)
     for rank, said in enumerate(rows):
-        assert (said is None) if rank == dead else f"rank {rank} has lost contact" in said
+        named = f"rank {rank} has lost contact with rank {dead}: "
+        assert (said is None) if rank == dead else said.startswith(named)
     assert dsdformat.verify(path).ok
     assert dsd.load(path)["step"] == (2 if phase == "committed" else 1)
     assert len(leftovers(path.parent)) == (dead == 0 and phase != "committed")
     dsd.save(path, {"step": 3}, overwrite=True)
     assert dsd.load(path) == {"step": 3}
     assert leftovers(path.parent) == []
+
+
+def test_a_rank_that_is_killed_in_any_phase_is_named_to_the_other_and_nothing_is_lost(
+    ranks, tmp_path
+):
+    killed = [2 * pair + dead for pair, (_, dead, _) in enumerate(PHASES.values())]
+    run = ranks(2 * len(PHASES), killed=killed, group_timeout_s=20)
+    said = run(die_in_pairs, str(tmp_path / "saved"))
+    codes = {
+        phase: said[2 * pair + 1 - dead]
+        for pair, (phase, (_, dead, _)) in enumerate(PHASES.items())
+    }
+    otherwise = dict.fromkeys(BACKGROUND_PHASES, "rank_failed") | {
+        "apart-joined": "ranks_absent",  # in the call, where ranks still talk to each other
+        "apart-told": None,  # its part is there
+        "ending": None,  # nobody waits for it any more
+    }
+    assert codes == dict.fromkeys(PHASES, "ranks_absent") | otherwise
+    for phase, (_, _, committed) in PHASES.items():
+        path = tmp_path / "saved" / phase / "ck"
+        assert dsdformat.verify(path).ok, phase
+        assert dsd.load(path)["step"] == 1 + committed, phase
+        dsd.save(path, {"step": 3}, overwrite=True)
+        assert os.listdir(path.parent) == ["ck"], phase
 
 
 @pytest.mark.parametrize(
@@ -181,7 +275,8 @@ def test_a_rank_that_is_killed_while_it_loads_is_missed_by_others(
     path = tmp_path / "ck"
     rows = told(launcher, tmp_path / "launch", "load_and_die", (str(path), phase, dead), world_size)
     for rank, said in enumerate(rows):
-        assert (said is None) if rank == dead else f"rank {rank} has lost contact" in said
+        named = f"rank {rank} has lost contact with rank {dead}: "
+        assert (said is None) if rank == dead else said.startswith(named)
     assert dsdformat.verify(path).ok
 
 
