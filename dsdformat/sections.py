@@ -89,9 +89,7 @@ class ManifestFile:
         Raises:
             FormatError: `page_checksum_mismatch` or `bad_compressed_data`.
         """
-        for index in range(len(self.head.page_offsets) - 1):
-            begin, end = self.head.page_offsets[index : index + 2]
-            self._verify(index, self._read(begin, end - begin))
+        self._verify_pages(0, len(self.head.page_offsets) - 1)
         if self.compressed:
             for name, section in self.head.sections.items():
                 for _ in self._pages(name, 0, section.pages):
@@ -122,7 +120,18 @@ class ManifestFile:
                 index = section.first_page + number
                 stored = raw[offsets[index] - base : offsets[index + 1] - base]
                 self._verify(index, stored)
-                yield number, self._decoded(name, number, stored, section.page_nbytes(number))
+                try:
+                    page = self._decoded(name, number, stored, section.page_nbytes(number))
+                except FormatError:
+                    self._verify_pages(index + 1, section.first_page + stop)  # they come first
+                    raise
+                yield number, page
+
+    def _verify_pages(self, first: int, stop: int) -> None:
+        """Verify pages by their numbers in the head."""
+        for index in range(first, stop):
+            begin, end = self.head.page_offsets[index : index + 2]
+            self._verify(index, self._read(begin, end - begin))
 
     def _verify(self, index: int, stored: bytes) -> None:
         at = index * DIGEST_NBYTES

@@ -131,7 +131,7 @@ class Folder:
             FormatError: `missing_file` or `not_regular_file`.
             StorageError: the operating system reported an error.
         """
-        if name in ("", ".", "..") or any(char in name for char in _FORBIDDEN):
+        if name in ("", ".", "..") or any(char in name for char in _FORBIDDEN) or _is_no_text(name):
             raise fault(
                 "foreign_path",
                 self.name,
@@ -150,6 +150,15 @@ class Folder:
         """Close all files."""
         for storage in self._storages.values():
             storage.close()
+
+
+def _is_no_text(name: str) -> bool:
+    """Whether the operating system has no bytes for a name: it holds lone surrogates."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def find_file(source: Bytes, byte_offset: int) -> tuple[FileBytes, int] | None:

@@ -85,7 +85,7 @@ def _array(archive: Archive, entry: Entry) -> Any:
 
     head = read_bytes(data, 0, min(12, data.nbytes))
     width = 2 if head[6:7] == b"\x01" else 4
-    if head[:6] != _MAGIC or head[6] not in (1, 2, 3) or len(head) < 12:
+    if len(head) < 12 or head[:6] != _MAGIC or head[6] not in (1, 2, 3):
         bad("is no .npy file")
     length = int.from_bytes(head[8 : 8 + width], "little")
     begin = 8 + width + length
@@ -98,7 +98,7 @@ def _array(archive: Archive, entry: Entry) -> Any:
     if dtype is None:
         return Unknown("numpy.ndarray", f"an array of {printable(match['descr'])[:40]}")
     shape = tuple(int(n) for n in re.findall("[0-9]{1,19}", match["shape"]))
-    nbytes = math.prod(shape) * DTYPES[dtype.name].itemsize
+    nbytes = math.prod(shape[: NDIM_MAX + 1]) * DTYPES[dtype.name].itemsize
     if len(shape) > NDIM_MAX or nbytes > INT63_MAX or nbytes != data.nbytes - begin:
         bad(f"has {data.nbytes - begin} bytes for {list(shape)} of {dtype.name}")
     strides = packed_strides(shape)

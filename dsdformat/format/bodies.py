@@ -167,13 +167,20 @@ def _mesh(path: str, row: dict[str, Any]) -> Problems:
 def _mesh_fault(axes: Any, shape: Any, ranks: Any) -> str | None:
     if not _is_list(axes, str) or not _is_list(shape, int) or not _is_list(ranks, int):
         return "axes are not strings, or shape or ranks not integers"
-    count = 1
-    for size in shape:
-        count *= size
-    good = len(axes) == len(shape) and all(size >= 1 for size in shape) and count == len(ranks)
-    if not good or len(set(ranks)) < len(ranks):
+    good = len(axes) == len(shape) and all(size >= 1 for size in shape)
+    if not good or not _fills(shape, len(ranks)) or len(set(ranks)) < len(ranks):
         return "axes, shape and ranks do not fit each other"
     return None
+
+
+def _fills(shape: list[int], count: int) -> bool:
+    """Whether a mesh of this shape has so many ranks; a long shape is not multiplied to its end."""
+    product = 1
+    for size in shape:
+        product *= size
+        if product > count:
+            return False
+    return product == count
 
 
 def _layout(path: str, row: dict[str, Any]) -> Problems:

@@ -24,6 +24,8 @@ CODECS: dict[int, str] = {RAW: "raw", ZSTD: "zstd", PLANES: "planes+zstd"}
 
 LEVEL = 1
 _SAVING = 0.05  # R-12.3
+_FRAME_BLOCK_MAX = 128 * 1024  # of a zstd frame (RFC 8878, 3.1.1.2.4)
+_FRAME_RAW, _FRAME_REPEATED = 0, 1
 _local = threading.local()
 
 Buffer = bytes | bytearray | memoryview
@@ -93,6 +95,8 @@ def decompress_piece(stored: Buffer, nbytes: int) -> bytes:
             _fail(f"a zstd frame declares {frame.content_size} bytes, expected {nbytes}")
         if frame.dict_id or frame.window_size > WINDOW_NBYTES_MAX:
             _fail("a zstd frame needs a dictionary or a larger window than is allowed")
+        most = min(frame.window_size, _FRAME_BLOCK_MAX)
+        _check_frame_blocks(memoryview(stored), zstandard.frame_header_size(stored), most)
         data: bytes = _decompressor().decompress(
             stored, max_output_size=nbytes, allow_extra_data=False
         )
@@ -101,6 +105,21 @@ def decompress_piece(stored: Buffer, nbytes: int) -> bytes:
     if len(data) != nbytes:
         _fail(f"a zstd frame decodes to {len(data)} bytes, expected {nbytes}")
     return data
+
+
+def _check_frame_blocks(frame: memoryview, at: int, most: int) -> None:
+    """Refuse raw and repeated blocks over the limit of their frame: the library takes them.
+
+    What is cut short is left to the library.
+    """
+    while at + 3 <= len(frame):
+        head = int.from_bytes(frame[at : at + 3], "little")
+        kind, size = head >> 1 & 3, head >> 3
+        if kind in (_FRAME_RAW, _FRAME_REPEATED) and size > most:
+            _fail(f"a block of a zstd frame has {size} bytes, at most {most} are allowed")
+        if head & 1:
+            return
+        at += 3 + (1 if kind == _FRAME_REPEATED else size)
 
 
 def _split(block: Buffer, word: int, *, rotate: bool) -> list[bytes]:

@@ -123,9 +123,10 @@ class _Decoder:
 
     def child(self, step: Any, raw: Any) -> Any:
         self.path.append(step)
-        value = self.decode(raw)
-        self.path.pop()
-        return value
+        try:
+            return self.decode(raw)
+        finally:
+            self.path.pop()
 
     def _map(self, raw: dict[str, Any]) -> dict[str, Any]:
         if self.in_key:
@@ -154,9 +155,10 @@ class _Decoder:
 
     def _key(self, raw: Any) -> Any:
         outer, self.in_key = self.in_key, True
-        value = self.decode(raw)
-        self.in_key = outer
-        return value
+        try:
+            return self.decode(raw)
+        finally:
+            self.in_key = outer
 
     def _keys(self, raws: list[Any], *, ordered: bool) -> list[Any]:
         found = len(self.tree.problems)

@@ -303,6 +303,13 @@ def test_an_inflated_array_is_read_in_pieces_and_never_beyond_its_length(tmp_pat
     assert refused(read_it, peak=8 << 20) in ("archive_malformed", "foreign_checksum")
 
 
+@pytest.mark.parametrize("nbytes", range(13))
+def test_an_array_that_ends_in_its_first_bytes_is_refused(tmp_path, refused, nbytes):
+    path = tmp_path / "x.npz"
+    path.write_bytes(zipped([Member("a.npy", npy_of(3)[:nbytes])]))
+    assert refused(lambda: open_foreign(path)) == "header_malformed"
+
+
 def npz_of(inflates_to: bytes, said: int, *, behind: bytes = b"") -> bytes:
     """An .npz file of one array, whose entry says how long it is."""
     out = zlib.compressobj(wbits=-15)

@@ -22,6 +22,7 @@ from vectors.wire import digest
 
 import dsdformat
 from dsdformat import Checkpoint, DsdError
+from dsdformat.format.bodies import find_body_problems
 from dsdformat.storage.memory import MemoryStorage
 from dsdformat.verify import verify_storage
 
@@ -267,3 +268,11 @@ def test_writing_a_stream_takes_a_block_or_two(tmp_path, peak_nbytes, codec):
             )
 
     assert peak_nbytes(write) < 8 * MIB
+
+
+def test_a_mesh_of_a_long_shape_is_refused_without_multiplying_it_out():
+    """Each number is allowed by itself; their product has 13 million bits, and takes minutes."""
+    axes, shape = [""] * 200_000, [2**64 - 1] * 200_000
+    body = {"meshes": [{"axes": axes, "ranks": [], "shape": shape}]}
+    problems = [problem.message for problem in find_body_problems(body)]
+    assert "$.meshes[0]: axes, shape and ranks do not fit each other" in problems

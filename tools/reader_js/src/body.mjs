@@ -1,7 +1,6 @@
 // The body's structure: stage 3 of section 18. Pure.
 
 import { compareText } from './bytes.mjs';
-import { product } from './columns.mjs';
 import { problem } from './errors.mjs';
 import { isInt, isMap, isText, parseTree } from './values.mjs';
 
@@ -166,7 +165,7 @@ function checkProvenance(checker, { meshes, layouts, worldSize }) {
     const [axes, shape, ranks] = ['axes', 'shape', 'ranks'].map((key) => mesh.get(key));
     const where = `meshes[${i}]`;
     if (axes.length !== shape.length) checker.bad('not one axis per dim', where);
-    if (product(shape) !== BigInt(ranks.length)) checker.bad('not as many ranks as the shape says', where);
+    if (!fills(shape, BigInt(ranks.length))) checker.bad('not as many ranks as the shape says', where);
     if (new Set(ranks).size < ranks.length) checker.bad('a rank occurs twice', where);
     if (ranks.some((rank) => rank >= worldSize)) checker.bad('a rank is not below world_size', where);
   });
@@ -187,4 +186,14 @@ function parseRoot(checker, plain) {
     return null;
   }
   return parseTree(plain, checker.problems);
+}
+
+// Whether a mesh of this shape has so many ranks; a long shape is not multiplied to its end.
+function fills(shape, count) {
+  let product = 1n;
+  for (const size of shape) {
+    product *= size;
+    if (product > count) return false;
+  }
+  return product === count;
 }

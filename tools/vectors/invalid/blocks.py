@@ -142,6 +142,12 @@ def zstd_cases() -> Iterator[Case]:
     frames += [(large, name, *frame) for name, frame in defects.bombs(BOMB_NBYTES).items()]
     two_mib = zstd.header(BLOCK) + zstd.rle_block(0, (1 << 21) - 1, last=True)
     frames.append((base, "large-block", two_mib, "one zstd block of 2 MiB."))
+    small = zstd.header(BLOCK, window=0) + zstd.blocks(data)
+    frames.append((base, "block-over-window", small, "a window of 1 KiB, a zstd block of 4,032."))
+    size = 1 << 18
+    whole = zstd.header(size) + zstd.rle_block(0, size, last=True)
+    wide = compressed(bytes(size), block_nbytes=size)
+    frames.append((wide, "block-over-128-kib", whole, "one zstd block of 256 KiB."))
     frames.append((base, "one-byte", b"\0", "one byte."))
     for checkpoint, name, frame, what in frames:
         note, change = f"A block of codec 1: {what}", block_stored(0, lambda _, f=frame: f)

@@ -62,6 +62,8 @@ NO_KEYS: tuple[tuple[str, list[object]], ...] = (
     ("nan-complex-imaginary", ["odict", [["complex", 0.0, NAN], 1]]),
     ("nan-in-frozenset", ["frozenset", ["frozenset", NAN]]),
     ("list-in-odict", ["odict", [["list"], 1]]),
+    ("map-before-a-map", ["list", ["set", {"a": 1}], {"b": 2}]),
+    ("list-before-a-list", ["list", ["set", ["tuple", ["list"]]], ["list", 1]]),
 )
 
 # The tensor is met elsewhere, so that only its place in a key is at fault.

@@ -120,6 +120,11 @@ def page_cases() -> Iterator[Case]:
     yield from compressed_page_cases()
 
 
+def two_bad_pages(pages: list[list[Page]]) -> None:
+    page_stored(0, lambda data: data[:-1])(pages)
+    page_flip(0, 1)(pages)
+
+
 def compressed_page_cases() -> Iterator[Case]:
     rules, code = "R-12.1 R-6.8", "bad_compressed_data"
     base = one(user={"text": " " * 70_000}, page=zstd.hand_frame_if_smaller)
@@ -128,6 +133,9 @@ def compressed_page_cases() -> Iterator[Case]:
         pages = page_stored(0, lambda _, frame=frame: frame)
         note = f"A compressed page of the body: {what}"
         yield invalid(f"page-zstd-{name}", rules, code, note, base, pages=pages)
+    note = "A compressed page of the body is no zstd frame, and the next has another digest."
+    case_id, changed = "page-digests-before-frames", "page_checksum_mismatch"
+    yield invalid(case_id, "R-6.9 R-12.1", changed, note, base, pages=two_bad_pages)
     note = "A page of `chunks` is a byte shorter than its length, and no zstd frame."
     pages = page_stored(3, lambda data: data[:-1])
     yield invalid("page-not-zstd-in-columns", rules, code, note, two(), pages=pages)

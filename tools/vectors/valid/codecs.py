@@ -38,6 +38,13 @@ FRAMES = (
         "The largest window that is allowed.",
     ),
     (
+        "window-1-kib",
+        zstd.header(3000, window=0)
+        + zstd.rle_block(0, 1024, last=False) * 2
+        + zstd.rle_block(0, 952, last=True),
+        "The least window, and the largest blocks that it allows.",
+    ),
+    (
         "long-size-field",
         zstd.MAGIC + b"\xe0" + struct.pack("<Q", 3000) + RLE,
         "A content size field of 8 bytes, where 2 would do.",
