@@ -207,8 +207,10 @@ class BlockReader:
         elif block.codec == RAW:
             self._stream(block, takers, verify=plan.verify)
         else:
-            data = self._decode(block, self._stored(block), verify=plan.verify)
-            _hand_out(data, block.start, takers)
+            straight = _find_straight(takers, block.start, block.nbytes)
+            target = straight and _target_of(straight, block.start, block.nbytes)
+            data = self._decode(block, self._stored(block), verify=plan.verify, into=target)
+            _hand_out(data, block.start, [one for one in takers if one is not straight])
 
     def _read_together(
         self, plan: LoadPlan, into: Sequence[memoryview], rows: Sequence[int]
@@ -281,14 +283,16 @@ class BlockReader:
         self._fill(block.file, block.byte_offset, stored)
         return stored
 
-    def _decode(self, block: _Block, stored: memoryview, *, verify: bool) -> memoryview:
+    def _decode(
+        self, block: _Block, stored: memoryview, *, verify: bool, into: memoryview | None = None
+    ) -> memoryview:
         """Return the decoded bytes of a block, both forms compared with their digests."""
         if verify:
             _, expected = self._columns.frame_rows(block.frame, 1)
             if (actual := digest(stored)) != expected:
                 raise self._mismatch("stored_checksum_mismatch", block, expected, actual)
         try:
-            data = decode_block(stored, block.codec, block.dtype, block.nbytes)
+            data = decode_block(stored, block.codec, block.dtype, block.nbytes, into)
         except FormatError as error:
             raise self._undecodable(block, error) from None
         if verify:
@@ -367,6 +371,13 @@ def _find_straight(takers: Sequence[_Taker], start: int, nbytes: int) -> _Taker 
         if not copy.levels and copy.src <= start and start + nbytes <= copy.src + copy.run:
             return taker
     return None
+
+
+def _target_of(straight: _Taker, start: int, nbytes: int) -> memoryview:
+    """Return where a range of a chunk goes."""
+    copy, into = straight
+    at = copy.dst + start - copy.src
+    return into[at : at + nbytes]
 
 
 def _hand_out_row(plan: LoadPlan, into: Sequence[memoryview], row: int, data: memoryview) -> None:

@@ -6,6 +6,7 @@ holds a bounded number of blocks, whatever the size of a tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,11 +203,7 @@ def write_chunks(
             job.byte_offset, job.stored_nbytes = at, job.nbytes
             at += job.nbytes
     workers.run(_raw_tasks([job for job in share if job.codec == RAW], sink, block_nbytes))
-    for job in share:
-        if job.codec != RAW:
-            job.byte_offset = at
-            job.stored_nbytes = _write_compressed(job, sink, block_nbytes, workers)
-            at += job.stored_nbytes
+    _write_compressed([job for job in share if job.codec != RAW], at, sink, block_nbytes, workers)
 
 
 def end_file(plan: FilePlan, sink: Sink | None) -> None:
@@ -315,29 +312,61 @@ def _batch_task(batch: list[tuple[ChunkJob, Buffer]], sink: Sink) -> Task:
     return write
 
 
-def _write_compressed(job: ChunkJob, sink: Sink, block_nbytes: int, workers: Workers) -> int:
-    """Compress blocks in threads, and write them in their order; return the stored length."""
-    at = job.byte_offset
-    pieces = iter_blocks(job.data, job.nbytes, block_nbytes, job.name)
-    while group := _take(pieces, 2 * workers.count):
-        stored: list[bytes] = [b""] * len(group)
-        sums: list[bytes] = [b""] * len(group)
+@dataclass(slots=True, eq=False)
+class _Compressing:
+    """Neighbouring blocks that one task compresses, of one chunk or several.
 
-        def task(index: int, piece: Buffer, out: list[bytes], digests: list[bytes]) -> Task:
-            def compress() -> None:
-                digests[index] = digest(piece)
-                out[index] = encode_block(piece, job.codec, job.dtype)
+    Attributes:
+        blocks: Each with its chunk.
+        stored: What each is compressed to, once done.
+        digests: Of each block, and of what is stored, once done.
+    """
 
-            return compress
+    blocks: list[tuple[ChunkJob, Buffer]]
+    stored: list[bytes] = field(default_factory=list)
+    digests: list[tuple[bytes, bytes]] = field(default_factory=list)
 
-        workers.run(task(index, piece, stored, sums) for index, piece in enumerate(group))
+    def run(self) -> None:
+        for job, piece in self.blocks:
+            stored = encode_block(piece, job.codec, job.dtype)
+            self.stored.append(stored)
+            self.digests.append((digest(piece), digest(stored)))
+
+    def note(self) -> None:
+        """Tell the chunks of it; in the order of blocks."""
+        for (job, _), stored, sums in zip(self.blocks, self.stored, self.digests, strict=True):
+            job.frames.append(len(stored))
+            job.digests += sums[0]
+            job.frame_digests += sums[1]
+
+
+def _write_compressed(
+    jobs: list[ChunkJob], begin: int, sink: Sink, block_nbytes: int, workers: Workers
+) -> None:
+    """Compress blocks in threads, of one chunk or several at once; write them in their order."""
+    at = begin
+    todo = _compressing(jobs, block_nbytes)
+    while group := list(itertools.islice(todo, 2 * workers.count)):
+        workers.run(one.run for one in group)
+        stored = [piece for one in group for piece in one.stored]
         sink.write_at(at, stored)
         at += sum(map(len, stored))
-        job.digests += b"".join(sums)
-        job.frames += map(len, stored)
-        job.frame_digests += b"".join(map(digest, stored))
-    return at - job.byte_offset
+        for one in group:
+            one.note()
+    for job in jobs:
+        job.byte_offset, job.stored_nbytes = begin, sum(job.frames)
+        begin += job.stored_nbytes
 
 
-def _take(pieces: Iterator[Buffer], count: int) -> list[Buffer]:
-    return [piece for _, piece in zip(range(count), pieces, strict=False)]
+def _compressing(jobs: list[ChunkJob], block_nbytes: int) -> Iterator[_Compressing]:
+    blocks: list[tuple[ChunkJob, Buffer]] = []
+    held = 0
+    for job in jobs:
+        for piece in iter_blocks(job.data, job.nbytes, block_nbytes, job.name):
+            if blocks and held + len(piece) > BATCH_NBYTES:
+                yield _Compressing(blocks)
+                blocks, held = [], 0
+            blocks.append((job, piece))
+            held += len(piece)
+    if blocks:
+        yield _Compressing(blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,19 +13,28 @@ pytest.importorskip("torch")
 if not sys.platform.startswith("linux"):
     pytest.skip("the bench program reads /proc", allow_module_level=True)
 
-from bench import cli, files
+from bench import cli, files, weights
 from bench.case import Case, Contender, Scene, Trial, UnmeasurableError
 from bench.cases import CASES, choose_cases
+from bench.child import Job
+from bench.goals import GOALS, Goal, outcomes
 from bench.measure import measure, prepare
 from bench.memory import Meter
 from bench.rows import Row, summarize
 from bench.runs import Run
 from bench.states import build_state
+from bench.summary import summary_section
 from bench.tables import case_section
 
 TINY = 0.001
 MIB = 1 << 20
-PAIRS = [(case, contender) for case in CASES for contender in case.contenders]
+ALIKE = (  # cases that differ from another in their numbers alone
+    *("compress-weights-fp32", "compress-exp-avg", "decompress-weights-bf16"),
+    *("decompress-exp-avg", "decompress-exp-avg-sq"),
+)
+PAIRS = [
+    (case, contender) for case in CASES if case.name not in ALIKE for contender in case.contenders
+]
 
 
 def scene_in(folder: Path) -> Scene:
@@ -113,7 +123,44 @@ def test_a_contender_that_fails_is_told_of_and_the_others_go_on(tmp_path):
     assert any("broken: FAILED" in line for line in lines)
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["-n", "0"], ["--size", "-1"]])
+def test_a_fixture_that_cannot_be_written_is_a_reason_too(tmp_path, monkeypatch):
+    def left(job: Job) -> str:
+        row = Row(job.case, job.contender, skipped="so many names do not fit")
+        Path(job.result).write_text(json.dumps(row.to_dict()))
+        return ""
+
+    monkeypatch.setattr("bench.runs.run_child", left)
+    one = Contender("one", lambda scene: pytest.fail("it ran"), prepare=lambda scene: None)
+    (row,) = run_in(tmp_path, []).rows(case_of(one), [one])
+    assert row.skipped == "so many names do not fit"
+
+
+def test_rows_that_were_written_are_shown_again_together(tmp_path, capsys):
+    for number, seconds in enumerate((1.0, 3.0)):
+        rows = [row_of("raw", 1.0, case="save"), row_of("dsdformat", seconds, case="save")]
+        cli.write_rows(tmp_path / f"{number}.json", {"processor": f"number {number}"}, 1.0, rows)
+    paths = [str(tmp_path / f"{number}.json") for number in range(2)]
+    assert cli.main(["--from", paths[0], "--from", paths[1]]) == 0
+    output = capsys.readouterr().out
+    assert "- processor: number 1" in output
+    assert "| dsdformat | 2 | 2.000 (1.000-3.000) | 0.50 | 2.00 |" in output
+    assert "Goals: 1 met, 1 MISSED, 0 not measured." in output
+
+
+@pytest.mark.parametrize("way", [["tools/bench"], ["-m", "tools.bench"]])
+def test_the_program_runs_as_a_folder_and_as_a_module(way):
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, *way, "--help"], capture_output=True, text=True, cwd=root, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "python tools/bench limits" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nonsense"], ["-n", "0"], ["--size", "-1"], ["--from", "no-such-file"], ["--from", __file__]],
+)
 def test_wrong_usage_is_refused(arguments):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
@@ -190,7 +237,8 @@ def test_dropped_files_are_not_cached_and_warmed_ones_are(tmp_path):
 
 def row_of(contender: str, seconds: float, **fields: object) -> Row:
     """A row as a repetition leaves it."""
-    return Row("made-up", contender, nbytes=10**9, call_s=seconds / 2, total_s=seconds, **fields)
+    fields = {"case": "made-up", **fields}
+    return Row(contender=contender, nbytes=10**9, call_s=seconds / 2, total_s=seconds, **fields)
 
 
 ROWS = [
@@ -219,3 +267,63 @@ def test_a_table_shows_medians_and_tells_of_who_is_not_in_it():
     assert "| 0.500 |\n" in section
     assert "- absent: skipped, it is not installed" in section
     assert section.count("- broken: FAILED, exit code 1") == 1
+
+
+# Goals and the summary
+
+
+def test_goals_are_of_cases_and_contenders_that_there_are():
+    for case, goals in GOALS.items():
+        names = {one.name for one in choose_cases([case])[0].contenders}
+        for goal in goals:
+            assert {
+                goal.contender,
+                goal.over or goal.contender,
+                goal.minus or goal.contender,
+            } <= names
+
+
+@pytest.mark.parametrize(
+    ("goal", "value", "met"),
+    [
+        (Goal("ours", "seconds", most=2.0, over="raw"), 2.0, True),
+        (Goal("ours", "seconds", most=1.9, over="raw"), 2.0, False),
+        (Goal("ours", "size", least=0.6), 0.5, False),
+        (Goal("ours", "peak MiB", most=64), 0.0, True),
+        (Goal("ours", "seconds", most=2.0, over="absent"), None, None),
+        (Goal("absent", "seconds", most=2.0), None, None),
+        (Goal("ours", "seconds", most=0.5, minus="raw"), 0.5, True),
+    ],
+)
+def test_a_goal_is_met_or_missed_or_not_measured(monkeypatch, goal, value, met):
+    monkeypatch.setitem(GOALS, "made-up", (goal,))
+    (outcome,) = outcomes("made-up", summarize(ROWS, "raw"))
+    assert (outcome.value, outcome.met) == (value, met)
+
+
+def test_the_summary_has_a_line_for_each_case_and_the_quickest_way_of_each_library():
+    names = ["raw", "dsdformat", "dsdformat (unverified)", "torch.load", "torch.load (mmap)", "odd"]
+    rows = [row_of(name, 1.0 + number) for number, name in enumerate(names)]
+    section = summary_section([case_of()], rows)
+    assert "| case | dsdformat | unverified | torch.save, torch.load |" in section
+    assert "| a made-up case | 2.00 (0) | 3.00 (0) | 4.00 (0) |" in section
+    assert "Goals" not in section
+
+
+# Numbers that codecs are given
+
+
+def test_weights_are_drawn_where_no_model_is_installed(monkeypatch):
+    monkeypatch.setattr(weights, "minilm_path", lambda: None)
+    drawn = weights.make_weights(0.02)
+    assert (drawn.dtype, len(drawn)) == ("float32", round(150 * 384 * 384 * 0.02))
+    assert 0.001 < float(drawn.std()) < 0.2
+    assert (drawn == weights.make_weights(0.02)).all()
+
+
+def test_moments_are_those_of_a_training():
+    moments = weights.make_moments(0.001)
+    assert set(moments) == {"exp_avg", "exp_avg_sq"}
+    assert len(moments["exp_avg"]) == len(moments["exp_avg_sq"]) > 1000
+    assert (moments["exp_avg_sq"] >= 0).all()
+    assert moments["exp_avg"].min() < 0 < moments["exp_avg"].max()

@@ -1,12 +1,10 @@
 """Codecs on one block: raw, zstd, planes+zstd (spec section 12, registry/codecs.md).
 
-Needs zstandard only where something is compressed. Byte planes use whole-block integer and slice
-operations of the standard library, so that the core stays free of numpy.
+Needs zstandard only where something is compressed.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import struct
 import threading
@@ -15,6 +13,7 @@ from typing import Any, NoReturn
 
 from dsdformat.errors import DependencyError, Problem
 from dsdformat.format.dtypes import Dtype
+from dsdformat.format.planes import join_planes, split_planes
 from dsdformat.limits import WINDOW_NBYTES_MAX
 
 __all__ = ["CODECS", "PLANES", "RAW", "ZSTD", "compress_piece", "decode_block", "encode_block"]
@@ -41,21 +40,36 @@ def encode_block(block: Buffer, codec: int, dtype: Dtype) -> bytes:
     if codec == ZSTD:
         return compress_piece(block)
     word = dtype.word
-    planes = [compress_piece(plane) for plane in _split(block, word, rotate=dtype.rotate)]
+    # Planes of floats are noise, those of integers may hold any pattern.
+    compressor = _noise_compressor() if dtype.rotate else _compressor()
+    split = split_planes(block, word, rotate=dtype.rotate)
+    planes = [_shorter(compressor, plane) for plane in split]
     lengths = struct.pack(f"<{word}I", *map(len, planes))
-    return lengths + b"".join(planes)
+    return b"".join([lengths, *planes])
 
 
-def decode_block(stored: Buffer, codec: int, dtype: Dtype, nbytes: int) -> bytes:
+def decode_block(
+    stored: Buffer, codec: int, dtype: Dtype, nbytes: int, into: memoryview | None = None
+) -> Buffer:
     """Return the `nbytes` decoded bytes of one block.
 
+    Args:
+        stored: What `encode_block` returned.
+        codec, dtype: As there.
+        nbytes: Of the block.
+        into: Writable, `nbytes` long, and then what is returned; allocated here if None.
+
     Raises:
-        FormatError: `bad_compressed_data`.
+        FormatError: `bad_compressed_data`; what `into` holds is then undefined.
 
     Memory: at most twice `nbytes`, whatever the stored bytes say.
     """
     if codec == ZSTD:
-        return decompress_piece(stored, nbytes)
+        data = decompress_piece(stored, nbytes)
+        if into is None:
+            return data
+        into[:] = data
+        return into
     word = dtype.word
     count = nbytes // word
     view = memoryview(stored)
@@ -64,18 +78,18 @@ def decode_block(stored: Buffer, codec: int, dtype: Dtype, nbytes: int) -> bytes
     lengths = struct.unpack_from(f"<{word}I", view)
     if sum(lengths) != len(view) - 4 * word or not all(0 < n <= count for n in lengths):
         _fail(f"plane lengths {list(lengths)} do not fit {len(view)} stored bytes")
-    planes = []
+    planes: list[Buffer] = []
     at = 4 * word
     for length in lengths:
-        planes.append(decompress_piece(view[at : at + length], count))
+        piece = view[at : at + length]
+        planes.append(piece if length == count else decompress_piece(piece, count))
         at += length
-    return _join(planes, word, rotate=dtype.rotate)
+    return join_planes(planes, word, rotate=dtype.rotate, into=into)
 
 
 def compress_piece(data: Buffer) -> bytes:
     """Return a zstd frame of the data, or the data where that saves less than 5 %."""
-    packed: bytes = _compressor().compress(data)
-    return packed if len(packed) <= len(data) * (1 - _SAVING) else bytes(data)
+    return bytes(_shorter(_compressor(), data))
 
 
 def decompress_piece(stored: Buffer, nbytes: int) -> bytes:
@@ -122,41 +136,9 @@ def _check_frame_blocks(frame: memoryview, at: int, most: int) -> None:
         at += 3 + (1 if kind == _FRAME_REPEATED else size)
 
 
-def _split(block: Buffer, word: int, *, rotate: bool) -> list[bytes]:
-    data = _rotate(bytes(block), word, left=1) if rotate else bytes(block)
-    return [data[plane::word] for plane in range(word)]
-
-
-def _join(planes: list[bytes], word: int, *, rotate: bool) -> bytes:
-    out = bytearray(len(planes[0]) * word)
-    for index, plane in enumerate(planes):
-        out[index::word] = plane
-    return _rotate(out, word, left=8 * word - 1) if rotate else bytes(out)
-
-
-_SLICE = 64 * 1024  # the whole-slice integers below stay in the cache
-
-
-def _rotate(data: bytes | bytearray, word: int, *, left: int) -> bytes:
-    """Rotate each word of `word` bytes left by `left` bits."""
-    out = []
-    for at in range(0, len(data), _SLICE):
-        piece = data[at : at + _SLICE]
-        high, low = _masks(len(piece) // word, word, left)
-        number = int.from_bytes(piece, "little")
-        turned = ((number << left) & high) | ((number >> (8 * word - left)) & low)
-        out.append(turned.to_bytes(len(piece), "little"))
-    return b"".join(out)
-
-
-@functools.lru_cache(maxsize=64)
-def _masks(count: int, word: int, left: int) -> tuple[int, int]:
-    bits = 8 * word
-    low = (1 << left) - 1
-    high = ((1 << bits) - 1) ^ low
-    return tuple(  # type: ignore[return-value]
-        int.from_bytes(mask.to_bytes(word, "little") * count, "little") for mask in (high, low)
-    )
+def _shorter(compressor: Any, data: Buffer) -> Buffer:
+    packed: bytes = compressor.compress(data)
+    return packed if len(packed) <= len(data) * (1 - _SAVING) else data
 
 
 def _zstandard() -> ModuleType:
@@ -173,8 +155,35 @@ def _zstandard() -> ModuleType:
 
 def _compressor() -> Any:
     if not hasattr(_local, "compressor"):
-        _local.compressor = _zstandard().ZstdCompressor(level=LEVEL, write_content_size=True)
+        _local.compressor = _zstandard().ZstdCompressor(level=LEVEL)
     return _local.compressor
+
+
+def _noise_compressor() -> Any:
+    if not hasattr(_local, "noise_compressor"):
+        zstandard = _zstandard()
+        params = _entropy_only(zstandard)
+        _local.noise_compressor = zstandard.ZstdCompressor(compression_params=params)
+    return _local.noise_compressor
+
+
+def _entropy_only(zstandard: ModuleType) -> Any:
+    """Return parameters that leave little more than the Huffman coder.
+
+    Short matches in noise cost more than they save: without most of them the exponents of weights
+    get 10 % shorter than at level 1, and twice as fast both ways. Runs are found still. A smaller
+    window would find even fewer, but a zstd block is no longer than it, and each has its table.
+    """
+    return zstandard.ZstdCompressionParameters(
+        window_log=17,
+        hash_log=6,
+        chain_log=6,
+        search_log=1,
+        min_match=7,
+        target_length=0,
+        strategy=zstandard.STRATEGY_FAST,
+        write_content_size=True,
+    )
 
 
 def _decompressor() -> Any:

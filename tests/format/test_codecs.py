@@ -240,3 +240,39 @@ def test_without_zstandard_compressed_pieces_are_an_error_that_says_what_to_inst
     with pytest.raises(DependencyError, match=r"pip install 'dsdformat\[zstd\]'") as error:
         decompress_piece(stored, 1000)
     assert error.value.code == "missing_dependency"
+
+
+# Into memory that is there
+
+
+@pytest.mark.parametrize("codec", [ZSTD, PLANES])
+@pytest.mark.parametrize("kind", ["zeros", "noise", "pattern"])
+def test_a_block_is_decoded_where_it_is_wanted(codec, kind):
+    dtype = DTYPES["float32"]
+    block = contents(kind, 40_000)
+    stored = encode_block(block, codec, dtype)
+    buffer = bytearray(b"#" * (len(block) + 2))
+    assert decode_block(stored, codec, dtype, len(block), memoryview(buffer)[1:-1]) == block
+    assert buffer == b"#" + block + b"#"
+
+
+# How short
+
+
+def floats(count: int) -> bytes:
+    rng = random.Random(11)
+    return struct.pack(f"<{count}f", *(rng.gauss(0, 0.02) for _ in range(count)))
+
+
+@pytest.mark.parametrize(("name", "share"), [("float32", 0.835), ("bfloat16", 0.67)])
+def test_weights_get_as_short_as_a_huffman_coder_of_exponents_makes_them(name, share):
+    # Level 1 of zstd leaves more: it takes short matches, which cost more than they save.
+    block = floats(1 << 18)
+    if name == "bfloat16":
+        block = b"".join(block[at + 2 : at + 4] for at in range(0, len(block), 4))
+    assert len(encode_block(block, PLANES, DTYPES[name])) <= share * len(block)
+
+
+def test_planes_of_integers_keep_their_patterns():
+    block = struct.pack("<65536q", *range(65536))
+    assert len(encode_block(block, PLANES, DTYPES["int64"])) < len(block) // 100

@@ -499,6 +499,36 @@ def test_noise_is_stored_raw_though_a_codec_is_asked_for(save, load, rng):
         assert checkpoint.tensor("w").chunks[0].stored_nbytes == 50_000
 
 
+@pytest.mark.parametrize("codec", ["zstd", "planes+zstd"])
+def test_blocks_of_many_chunks_are_compressed_together_and_lie_in_their_order(codec, rng):
+    """Small ones share a task, large ones have several; threads change no byte."""
+    sizes = [0, 1, 700, 2047, 2048, 2049, 30_000, 3, 600_000, 5, 9000]
+    contents = {
+        f"t{number:02}": (
+            bytes(2 * size - size // 2 * 2) + rng.randbytes(size // 2 * 2)
+            if number % 2
+            else bytes(index % 5 for index in range(2 * size))
+        )
+        for number, size in enumerate(sizes * 3)
+    }
+    found = []
+    for threads in (1, 3):
+        files: dict[str, bytearray] = {}
+        writer = Writer(MemoryTarget(files), codec=codec, threads=threads, block_nbytes=4096)
+        for name, data in contents.items():
+            shape = (len(data) // 2,)
+            writer.add_tensor(("model", name), data, dtype="bfloat16", shape=shape)
+        writer.commit()
+        found.append(files)
+    assert found[0] == found[1]
+    with checked(found[0]) as checkpoint:
+        for name, data in contents.items():
+            assert checkpoint.tensor(f"model/{name}").read() == data
+        places = [entry.chunks[0] for entry in checkpoint if entry.chunks[0].codec == codec]
+    ends = [chunk.byte_offset + chunk.stored_nbytes for chunk in places]
+    assert [chunk.byte_offset for chunk in places[1:]] == ends[:-1]
+
+
 def test_raw_chunks_are_aligned_beside_compressed_ones(save, load):
     """B110: what is mapped begins at a multiple of its size class."""
     state = {

@@ -4,8 +4,8 @@ import signal
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a folder: the package's parent is not on the path then
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __package__ != "bench":  # run as a folder, or as tools.bench: its parent is not on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.cli import main
 

@@ -52,8 +52,8 @@ class Trial:
         call: What is timed.
         nbytes: How much data it moves.
         made_nbytes: How much of its result it has to allocate; this is no overhead.
-        takes_nbytes: New memory, page cache included, that the greediest contender of the case
-            takes; that much is made ready before the call. 1.25 times `nbytes` if None.
+        takes_nbytes: New memory, page cache included, that the call takes; that much is made ready
+            before it. 1.25 times `nbytes` if None.
         settle: Last preparations, as dropping the page cache; right before the call.
         flush: Makes the result durable, where the call does not; timed with the call. None if
             nothing is to be durable, or the call sees to it.

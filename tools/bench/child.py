@@ -12,9 +12,10 @@ import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.case import Scene
+from bench.case import Scene, UnmeasurableError
 from bench.cases import find_case
 from bench.measure import measure, prepare
+from bench.rows import Row
 
 __all__ = ["Job"]
 
@@ -28,7 +29,7 @@ class Job:
         fixture: Where the contender's fixture is, or is to be.
         prepares: Whether to write the fixture, rather than measure.
         realtime: Whether to run before all ordinary processes.
-        result: File for the row.
+        result: File for the row; of a fixture there is one only if it cannot be written.
     """
 
     case: str
@@ -54,11 +55,18 @@ def main() -> None:
     scene = Scene(job.size, Path(job.folder), Path(job.fixture))
     if job.realtime:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    if job.prepares:
+    if not job.prepares:
+        leave(measure(case, contender, scene), job)
+        return
+    try:
         prepare(contender, scene)
-    else:
-        row = measure(case, contender, scene)
-        Path(job.result).write_text(json.dumps(row.to_dict()), encoding="utf-8")
+    except UnmeasurableError as error:
+        leave(Row(case.name, contender.name, skipped=str(error)), job)
+
+
+def leave(row: Row, job: Job) -> None:
+    """Leave a row for the parent."""
+    Path(job.result).write_text(json.dumps(row.to_dict()), encoding="utf-8")
 
 
 if __name__ == "__main__":

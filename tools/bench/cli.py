@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,11 +17,23 @@ from bench.cases import CASES, choose_cases
 from bench.machine import describe
 from bench.rows import Row
 from bench.runs import Run
+from bench.summary import summary_section
 from bench.tables import case_section, machine_section
 
 __all__ = ["main"]
 
 Chosen = list[tuple[Case, list[Contender]]]
+
+EXAMPLES = """examples:
+  python tools/bench limits                       what the machine does at most
+  python tools/bench save load --only dsd,safe    two cases, two libraries and the baseline
+  python tools/bench --json rows.json             everything; takes an hour or two
+  python tools/bench --from rows.json             its tables again, the summary last
+
+Tables are Markdown, and go to the standard output; progress goes to the other. The exit code is 1
+if something failed. Peers that are not installed are left out with a line that says so; they come
+with pip install 'dsdformat[bench]'. NOTES.md tells what to mind when measuring, and what stands
+between the figures and the limits."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print(listing())
         return 0
+    if options.read:
+        try:
+            return show(options.read)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"these are no rows of this program: {error}")
     if not hasattr(os, "posix_fadvise") or not Path("/proc/self/clear_refs").exists():
         parser.error("this needs Linux: peaks of memory are read from /proc")
     try:
@@ -52,7 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Describe the arguments."""
-    parser = argparse.ArgumentParser(prog="bench", description=bench.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="bench",
+        description=bench.__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("cases", nargs="*", help="names of cases, or their beginnings; all if none")
     parser.add_argument("--list", action="store_true", help="list cases and contenders")
     parser.add_argument(
@@ -71,6 +94,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="schedule what is measured before all else (SCHED_RR), on a machine that is busy",
     )
     parser.add_argument("--json", metavar="FILE", help="also write every row to a file")
+    parser.add_argument(
+        "--from",
+        dest="read",
+        metavar="FILE",
+        action="append",
+        help="measure nothing: print the tables of what --json wrote, of several files together",
+    )
     return parser
 
 
@@ -98,16 +128,43 @@ def report(chosen: Chosen, run: Run, json_path: str | None) -> int:
     machine = describe(run.folder)
     if run.realtime:
         machine["priority"] = "SCHED_RR, before all ordinary processes"
+    machine["command"] = command_line()
     print(machine_section(machine, run.size))
     rows: list[Row] = []
     for case, contenders in chosen:
         found = list(run.rows(case, contenders))
         print("\n" + case_section(case, found), flush=True)
         rows += found
-    if json_path is not None:
-        document = {"machine": machine, "size": run.size, "rows": [row.to_dict() for row in rows]}
-        Path(json_path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if json_path is not None:  # after each case, so that none is lost with a later one
+            write_rows(Path(json_path), machine, run.size, rows)
+    print("\n" + summary_section([case for case, _ in chosen], rows))
     return 1 if any(row.error for row in rows) else 0
+
+
+def write_rows(path: Path, machine: dict[str, str], size: float, rows: Sequence[Row]) -> None:
+    """Write what `show` reads."""
+    document = {"machine": machine, "size": size, "rows": [one.to_dict() for one in rows]}
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def show(paths: Sequence[str]) -> int:
+    """Print the tables of rows that were written before."""
+    rows: list[Row] = []
+    for path in paths:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        print(machine_section(document["machine"], document["size"]) + "\n")
+        rows += [Row(**row) for row in document["rows"]]
+    names = {row.case for row in rows}
+    cases = [case for case in CASES if case.name in names]
+    for case in cases:
+        print(case_section(case, [row for row in rows if row.case == case.name]) + "\n")
+    print(summary_section(cases, rows))
+    return 1 if any(row.error for row in rows) else 0
+
+
+def command_line() -> str:
+    """Return what this was called with."""
+    return " ".join(["python tools/bench", *map(shlex.quote, sys.argv[1:])])
 
 
 def listing() -> str:

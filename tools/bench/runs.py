@@ -69,8 +69,8 @@ class Run:
             return replace(row, skipped=f"{', '.join(missing)} is not installed")
         if contender.prepare is None or self._fixture(contender).exists():
             return None
-        error, _ = self._start(case, contender, prepares=True)
-        return replace(row, error=f"no fixture: {error}") if error else None
+        error, left = self._start(case, contender, prepares=True)
+        return replace(row, error=f"no fixture: {error}") if error else left
 
     def _measure(self, case: Case, contender: Contender) -> Row:
         error, row = self._start(case, contender, prepares=False)
@@ -96,7 +96,7 @@ class Run:
         finally:
             shutil.rmtree(folder)
             os.sync()  # what this child wrote is not the next one's burden
-        if error or prepares:
+        if error or (prepares and not result.exists()):
             return error, None
         return "", Row(**json.loads(result.read_text(encoding="utf-8")))
 

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 from bench.case import Case
 from bench.cases.background import BACKGROUND, BACKGROUND_FIRST, BACKGROUND_SMALL
+from bench.cases.compressing import COMPRESS, DECOMPRESS
 from bench.cases.converting import CONVERT
+from bench.cases.limits import LIMITS
 from bench.cases.loading import LOAD, LOAD_COLD, LOAD_SMALL
 from bench.cases.opening import OPEN_ONE
 from bench.cases.optimizers import LOAD_FRESH, LOAD_STEPPED, SAVE_FRESH, SAVE_STEPPED
@@ -19,6 +21,7 @@ from bench.cases.saving import SAVE, SAVE_SMALL
 __all__ = ["CASES", "choose_cases", "find_case"]
 
 CASES = (
+    LIMITS,
     SAVE,
     SAVE_SMALL,
     BACKGROUND,
@@ -37,6 +40,8 @@ CASES = (
     PLAN_LOAD,
     PLAN_MESH,
     CONVERT,
+    *COMPRESS,
+    *DECOMPRESS,
 )
 
 

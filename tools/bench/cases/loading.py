@@ -26,7 +26,7 @@ def fixture_of(kind: str, form: Format) -> str:
 
 
 def arrange_load(
-    load: Load, build: BuildState, settle: Callable[[Path], None], scene: Scene
+    load: Load, takes: float, build: BuildState, settle: Callable[[Path], None], scene: Scene
 ) -> Trial:
     """Load into a state that is there already, with other contents."""
     state = build(scene.size)
@@ -34,6 +34,7 @@ def arrange_load(
     return Trial(
         call=lambda: load(scene.fixture, state),
         nbytes=state.nbytes(),
+        takes_nbytes=round(takes * state.nbytes()),
         settle=lambda: settle(scene.fixture),
         check=state.check,
     )
@@ -46,7 +47,7 @@ def load_contenders(
     return tuple(
         Contender(
             name,
-            partial(arrange_load, load, build, settle),
+            partial(arrange_load, load, form.load_takes, build, settle),
             needs=form.needs,
             fixture=fixture_of(kind, form),
             prepare=partial(write_fixture, form, build),

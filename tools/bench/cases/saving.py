@@ -45,6 +45,7 @@ def arrange_save(form: Format, build: BuildState, scene: Scene) -> Trial:
     return Trial(
         call=lambda: form.save(path, state),
         nbytes=nbytes,
+        takes_nbytes=round(form.save_takes * nbytes),
         flush=None if form.is_durable else (lambda: files.flush(path)),
         check=check,
         columns=lambda: {"stored / data": files.stored_nbytes(path) / nbytes},

@@ -29,6 +29,8 @@ class Format:
             parameter of an existing state.
         is_durable: Whether `save` returns only when all is on the disk.
         has_optimizers: Whether it stores optimizers, or tensors alone.
+        save_takes, load_takes: New memory that a call takes, page cache included, over the bytes of
+            the state; so much is made ready before it is timed.
     """
 
     name: str
@@ -38,3 +40,5 @@ class Format:
     read_ones: Mapping[str, ReadOne] = field(default_factory=dict)
     is_durable: bool = False
     has_optimizers: bool = True
+    save_takes: float = 1.25
+    load_takes: float = 1.25

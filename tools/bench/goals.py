@@ -1,0 +1,124 @@
+"""What dsdformat is to reach, and whether it does: each goal once, by the case that shows it.
+
+Ratios are over the case's baseline, or over another contender of the same run; seconds would be
+those of one machine. Goals are for full size and a quiet machine. Digests are on, saves are atomic
+and flushed, and loads are verified, unless the contender's name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.cases.compressing import KINDS
+from bench.rows import Summary
+
+__all__ = ["GOALS", "Goal", "Outcome", "outcomes"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A bound on one figure of a contender.
+
+    Attributes:
+        contender: Whose figure.
+        figure: `seconds`, `peak MiB`, or a column of the case.
+        most, least: Its bounds; one of them.
+        over, minus: The figure is divided by that of this contender, or that is taken off.
+    """
+
+    contender: str
+    figure: str
+    most: float | None = None
+    least: float | None = None
+    over: str = ""
+    minus: str = ""
+
+    def text(self) -> str:
+        """Say what is wanted."""
+        bound = f"at most {self.most:g}" if self.most is not None else f"at least {self.least:g}"
+        relation = f" / that of {self.over}" if self.over else ""
+        relation += f" less that of {self.minus}" if self.minus else ""
+        return f"{self.contender}: {self.figure}{relation} {bound}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was found.
+
+    Attributes:
+        value: The figure; None if the case, or a contender, was not run.
+    """
+
+    case: str
+    goal: Goal
+    value: float | None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is met; None if it was not measured."""
+        if self.value is None:
+            return None
+        most, least = self.goal.most, self.goal.least
+        return (most is None or self.value <= most) and (least is None or self.value >= least)
+
+
+def time(contender: str, most: float, over: str = "raw") -> Goal:
+    """Bound a time by that of another contender."""
+    return Goal(contender, "seconds", most=most, over=over)
+
+
+def peak(contender: str, most: float = 64) -> Goal:
+    """Bound the rise of the resident set, in MiB."""
+    return Goal(contender, "peak MiB", most=most)
+
+
+DSD, OPEN_READ = "dsdformat", "dsdformat (open, read)"
+UNVERIFIED = "dsdformat (unverified)"
+PLANES, ZIPNN = "dsdformat (planes+zstd)", "zipnn"
+SHORT = Goal(PLANES, "stored / data", most=0.01, minus=ZIPNN)
+IN = (SHORT, time(PLANES, 1.0, ZIPNN))  # at least its speed
+OUT = (time(PLANES, 1 / 0.6, ZIPNN),)
+
+GOALS: Mapping[str, Sequence[Goal]] = {
+    "save": (time(DSD, 0.90), peak(DSD)),
+    "save-small": (time(DSD, 2.0),),
+    "load": (time(DSD, 1.25), time(UNVERIFIED, 0.60), peak(DSD)),
+    "load-cold": (time(DSD, 1.10), peak(DSD)),
+    "load-small": (time(DSD, 2.5),),
+    "open-one": (time(OPEN_READ, 2.3),),
+    "background": (time(DSD, 1.2), Goal(DSD, "training", least=0.7)),
+    "background-first": (time(DSD, 2.5),),
+    **{f"compress-{kind}": IN for kind in KINDS},
+    **{f"decompress-{kind}": OUT for kind in KINDS},
+}
+
+
+def outcomes(case: str, found: Sequence[Summary]) -> list[Outcome]:
+    """Compare a case's figures with its goals."""
+    by_name = {one.contender: one for one in found}
+    return [Outcome(case, goal, value_of(goal, by_name)) for goal in GOALS.get(case, ())]
+
+
+def value_of(goal: Goal, found: Mapping[str, Summary]) -> float | None:
+    """Return the figure of a goal; None if it is not there."""
+    value = figure_of(goal.figure, found.get(goal.contender))
+    other = figure_of(goal.figure, found.get(goal.over or goal.minus))
+    if value is None or not (goal.over or goal.minus):
+        return value
+    if other is None:
+        return None
+    return value / other if goal.over else value - other
+
+
+def figure_of(figure: str, one: Summary | None) -> float | None:
+    """Return a figure of a contender."""
+    if one is None:
+        return None
+    if figure == "seconds":
+        return one.total_s.median
+    if figure == "peak MiB":
+        return one.peak_nbytes.median / MIB
+    return one.columns.get(figure)
