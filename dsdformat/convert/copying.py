@@ -10,6 +10,7 @@ from functools import partial
 
 from dsdformat.boxes import Box, whole
 from dsdformat.convert.foreign import AnyTensor, read_range
+from dsdformat.convert.numbers import find_numpy
 from dsdformat.convert.outputs import Meter
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
@@ -129,6 +130,8 @@ def cut(tensor: AnyTensor, itemsize: int) -> Iterator[tuple[int, int]]:
     tiles = tensor.tiles()
     wide = not tensor.is_packed() or any(box.shape[1:] != tensor.shape[1:] for box in tiles)
     step = max(1, (WIDE_NBYTES if wide else PIECE_NBYTES) // itemsize)
+    if wide:
+        find_numpy()  # once it is loaded, it carries short runs
     if wide and row and step > row:
         step -= step % row
     begin = 0

@@ -1,26 +1,24 @@
 """Copy a strided box of elements from bytes that are read by position into a buffer.
 
 Decides how much is read at a time: what is contiguous on both sides goes straight into its place,
-the rest through a window of bounded size that holds mostly what is wanted. Knows no array
-library: views of memory with a step do the inner loop.
+the rest through a window of bounded size that holds mostly what is wanted.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from dsdformat.convert.files import Bytes, read_exactly
 from dsdformat.limits import KIB, MIB
+from dsdformat.plan.runs import Level, move_runs
 
 __all__ = ["Dim", "copy_strided"]
 
 WINDOW_NBYTES = 8 * MIB
 _SPARSE = 4  # bytes read per byte wanted, at most, where a window is used
 _SMALL = 4 * KIB  # a read of so much costs as much as one of less
-_FORMATS: dict[int, Any] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 class Dim(NamedTuple):
@@ -56,9 +54,6 @@ def copy_strided(
     """
     if any(dim.size == 0 for dim in dims):
         return
-    if itemsize not in _FORMATS:  # two halves
-        itemsize //= 2
-        dims = [*dims, Dim(2, itemsize, itemsize)]
     _Copy(source, into, itemsize).run(byte_offset, _merged(dims), at)
 
 
@@ -122,32 +117,7 @@ class _Copy:
             self.window = memoryview(bytearray(span))
         window = self.window[:span]
         read_exactly(self.source, byte_offset, window)
-        _scatter(window, dims, self.into, at, self.itemsize)
-
-
-def _scatter(window: memoryview, dims: list[Dim], into: memoryview, at: int, itemsize: int) -> None:
-    """Copy from memory: the longest dim at once, the others one step at a time."""
-    code = _FORMATS[itemsize]
-    longest = max(dims, key=lambda dim: dim.size)
-    others = [dim for dim in dims if dim is not longest]
-    end = len(into) - len(into) % itemsize
-    src, dst = window.cast(code), into[:end].cast(code)
-    step_src, step_dst = longest.src // itemsize, longest.dst // itemsize
-    stop_dst = (longest.size - 1) * step_dst + 1
-    stop_src = (longest.size - 1) * step_src + 1
-    for from_, to in _offsets(others, itemsize):
-        start = at // itemsize + to
-        target = dst[start : start + stop_dst : step_dst]
-        if step_src:
-            target[:] = src[from_ : from_ + stop_src : step_src]
-        else:
-            once = window[from_ * itemsize : (from_ + 1) * itemsize]
-            target[:] = memoryview(bytes(once) * longest.size).cast(code)
-
-
-def _offsets(dims: Sequence[Dim], itemsize: int) -> Iterator[tuple[int, int]]:
-    for index in itertools.product(*(range(dim.size) for dim in dims)):
-        yield (
-            sum(i * dim.src for i, dim in zip(index, dims, strict=True)) // itemsize,
-            sum(i * dim.dst for i, dim in zip(index, dims, strict=True)) // itemsize,
-        )
+        levels, run = [Level(*dim) for dim in dims], self.itemsize
+        if levels[-1].src_step == levels[-1].dst_step == run:
+            run *= levels.pop().times
+        move_runs(levels, run, window, 0, self.into, at)

@@ -13,6 +13,7 @@ from typing import Any
 
 from dsdformat.boxes import Box, flat_boxes, whole
 from dsdformat.convert.files import Bytes
+from dsdformat.convert.numbers import find_numpy
 from dsdformat.convert.strided import Dim, copy_strided
 from dsdformat.errors import ArgumentError
 from dsdformat.format.dtypes import DTYPES
@@ -145,6 +146,8 @@ class ForeignTensor:
         box = part.box
         plain = part.open().strides == packed_strides(box.shape) if box.numel else True
         limit = _SLAB_NBYTES if plain else _SLAB_STRIDED_NBYTES
+        if not plain:
+            find_numpy()  # once it is loaded, it carries short runs
         step, count = max(1, limit // self.itemsize), box.numel
         buffer = memoryview(bytearray(min(step, count) * self.itemsize))
         for start in range(0, count, step):

@@ -11,22 +11,12 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from dsdformat.boxes import Box
+from dsdformat.plan.runs import Level, move_runs
 
 __all__ = ["Copy", "Level", "find_copy", "packed_strides"]
-
-_WORDS: dict[int, Literal["Q", "I", "H", "B"]] = {8: "Q", 4: "I", 2: "H", 1: "B"}
-_ROWS_PER_WORD = 8  # below it, rows are moved one by one
-
-
-class Level(NamedTuple):
-    """`times` equal things, `src_step` bytes apart in the chunk and `dst_step` in the place."""
-
-    times: int
-    src_step: int
-    dst_step: int
 
 
 class Copy(NamedTuple):
@@ -89,8 +79,7 @@ class Copy(NamedTuple):
 
     def move(self, data: memoryview, low: int, into: memoryview) -> None:
         """Carry what of the runs lies in `data`, the bytes of the chunk from `low` on."""
-        src, dst, run, levels = self
-        _move(levels, run, data, src - low, into, dst)
+        move_runs(self.levels, self.run, data, self.src - low, into, self.dst)
 
     def places(self) -> Iterator[tuple[int, int]]:
         """List where each run begins, in the chunk and in its place."""
@@ -159,68 +148,3 @@ def _levels(
 
 def _extent(level: Level) -> tuple[int, int]:
     return level.times * level.src_step, level.times * level.dst_step
-
-
-def _move(
-    levels: Sequence[Level], run: int, data: memoryview, src: int, into: memoryview, dst: int
-) -> None:
-    """Carry runs; `src` counts from the beginning of `data`, and may lie before it."""
-    if not levels:
-        low, high = max(src, 0), min(src + run, len(data))
-        if low < high:
-            into[dst + low - src : dst + high - src] = data[low:high]
-        return
-    (count, src_step, dst_step), *inner = levels
-    extent = run + sum((level.times - 1) * level.src_step for level in inner)
-    first = max(0, -((src + extent - 1) // src_step)) if src < 0 else 0
-    last = min(count, -((src - len(data)) // src_step))
-    if not inner:
-        _move_rows(range(first, last), levels[0], run, data, src, into, dst)
-        return
-    for index in range(first, last):
-        at = dst + index * dst_step
-        _move(inner, run, data, src + index * src_step, into, at)
-
-
-def _move_rows(
-    rows: range,
-    level: Level,
-    run: int,
-    data: memoryview,
-    src: int,
-    into: memoryview,
-    dst: int,
-) -> None:
-    _, src_step, dst_step = level
-    if len(rows) > 2 and _move_columns(rows[1:-1], level, run, data, src, into, dst):
-        rows = range(rows.start, rows.stop, len(rows) - 1)  # the ends may lie there in part
-    for index in rows:
-        begin, at = src + index * src_step, dst + index * dst_step
-        if begin < 0 or begin + run > len(data):
-            _move((), run, data, begin, into, at)
-        else:
-            into[at : at + run] = data[begin : begin + run]
-
-
-def _move_columns(
-    rows: range,
-    level: Level,
-    run: int,
-    data: memoryview,
-    src: int,
-    into: memoryview,
-    dst: int,
-) -> bool:
-    """Carry many short rows a word of each at a time; False if rows are better one by one."""
-    _, src_step, dst_step = level
-    word = math.gcd(run, src_step, dst_step, 8)
-    if len(rows) < _ROWS_PER_WORD * (run // word):
-        return False
-    form = _WORDS[word]
-    begin, at = src + rows.start * src_step, dst + rows.start * dst_step
-    extent = (len(rows) - 1) * src_step + run
-    source = data[begin : begin + extent].cast(form)
-    place = into[at : at + (len(rows) - 1) * dst_step + run].cast(form)
-    for index in range(run // word):
-        place[index :: dst_step // word] = source[index :: src_step // word]
-    return True
