@@ -63,7 +63,13 @@ UNITS = (
     Unit("modelfiles", layer=3, reach=1),
     Unit("datafiles", layer=3, reach=2, peers=("sources", "blocks", "workers")),
     Unit("parts", layer=3, reach=2, peers=("datafiles",)),
-    Unit("writer", layer=3, reach=2, peers=("sources", "labels", "datafiles", "parts", "workers")),
+    Unit("state_plan", layer=3, reach=2, peers=("sources", "datafiles", "parts")),
+    Unit(
+        "writer",
+        layer=3,
+        reach=2,
+        peers=("sources", "labels", "datafiles", "parts", "state_plan", "workers"),
+    ),
     Unit(
         "verify",
         layer=3,
