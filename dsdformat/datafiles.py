@@ -7,9 +7,10 @@ holds a bounded number of blocks, whatever the size of a tensor.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from dsdformat.blocks import BATCH_NBYTES, SMALL_NBYTES
 from dsdformat.boxes import Box
@@ -17,7 +18,7 @@ from dsdformat.errors import UnsupportedValueError, shorten
 from dsdformat.format.codecs import PLANES, RAW, encode_block
 from dsdformat.format.digests import DIGEST_NBYTES, digest
 from dsdformat.format.dtypes import Dtype
-from dsdformat.format.paths import render_path
+from dsdformat.format.paths import emit_name, render_path
 from dsdformat.format.payload import (
     HeaderEntry,
     chunk_key,
@@ -26,8 +27,9 @@ from dsdformat.format.payload import (
     header_nbytes,
     size_class,
 )
+from dsdformat.format.values import encoded_key
 from dsdformat.limits import FILE_CHUNKS_MAX, HEADER_ALIGNMENT, HEADER_NBYTES_MAX
-from dsdformat.sources import Data, iter_blocks
+from dsdformat.sources import Data, bytes_view, is_bytes, iter_blocks
 from dsdformat.storage.base import Buffer, Sink, Target, completed
 from dsdformat.workers import Task, Workers
 
@@ -54,7 +56,6 @@ class ChunkJob:
         box: Of the chunk.
         codec: Number of the codec.
         data: Where the bytes come from.
-        name: The tensor's display name.
         key: The payload key, once planned.
         file: The file, once counted; an index into this writer's files.
         byte_offset, stored_nbytes: Where it lies, once written.
@@ -72,20 +73,40 @@ class ChunkJob:
     box: Box
     codec: int
     data: Data
-    name: str
     key: str = ""
     file: int = 0
     byte_offset: int = 0
     stored_nbytes: int = 0
-    digests: bytearray = field(default_factory=bytearray)
-    frames: list[int] = field(default_factory=list)
-    frame_digests: bytearray = field(default_factory=bytearray)
+    digests: bytes | bytearray = b""
+    frames: Sequence[int] = ()
+    frame_digests: bytes | bytearray = b""
     first_block: int = 0
     first_frame: int = 0
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.nbytes = self.box.numel * self.dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        """The tensor's display name."""
+        return emit_name(self.path, encoded_key)
+
+    def view(self) -> memoryview:
+        """Return the bytes of data that is a buffer.
+
+        Raises:
+            MismatchError: `data_mismatch` if there are more or fewer than the box has.
+        """
+        data = self.data
+        # Without a name, which takes as long as all else here.
+        if type(data) is memoryview and data.shape == (self.nbytes,) and is_bytes(data):
+            return data
+        return bytes_view(data, self.nbytes, self.name)
+
+    def blocks(self, block_nbytes: int) -> Iterator[Buffer]:
+        """Cut the data into blocks, as `iter_blocks`."""
+        return iter_blocks(self.data, self.nbytes, block_nbytes, self.name)
 
     def stored_bound(self, block_nbytes: int) -> int:
         """The most bytes that the stored chunk can have."""
@@ -269,20 +290,20 @@ def _entries(plan: FilePlan, bound_block: int | None) -> Iterator[HeaderEntry]:
 def _raw_tasks(jobs: list[ChunkJob], sink: Sink, block_nbytes: int) -> Iterator[Task]:
     batch: list[tuple[ChunkJob, Buffer]] = []
     held = 0
+    small_nbytes = min(SMALL_NBYTES, block_nbytes)
     for job in jobs:
-        blocks = -(-job.nbytes // block_nbytes)
-        job.digests = bytearray(DIGEST_NBYTES * blocks)
-        pieces = iter_blocks(job.data, job.nbytes, block_nbytes, job.name)
-        small = blocks == 1 and job.nbytes <= SMALL_NBYTES
+        small = 0 < job.nbytes <= small_nbytes
         # A batch is written in one piece, so nothing else may lie in between.
-        if batch and blocks and not (small and held < BATCH_NBYTES):
+        if batch and job.nbytes and not (small and held < BATCH_NBYTES):
             yield _batch_task(batch, sink)
             batch, held = [], 0
         if small:
-            batch.append((job, _only(pieces)))
+            piece = _only(job.blocks(block_nbytes)) if callable(job.data) else job.view()
+            batch.append((job, piece))
             held += job.nbytes
             continue
-        for block, piece in enumerate(pieces):
+        job.digests = bytearray(DIGEST_NBYTES * -(-job.nbytes // block_nbytes))
+        for block, piece in enumerate(job.blocks(block_nbytes)):
             yield _block_task(job, block, piece, job.byte_offset + block * block_nbytes, sink)
     if batch:
         yield _batch_task(batch, sink)
@@ -295,9 +316,12 @@ def _only(pieces: Iterator[Buffer]) -> Buffer:
 
 
 def _block_task(job: ChunkJob, block: int, piece: Buffer, byte_offset: int, sink: Sink) -> Task:
+    digests = job.digests
+    assert isinstance(digests, bytearray)
+
     def write() -> None:
         at = DIGEST_NBYTES * block
-        job.digests[at : at + DIGEST_NBYTES] = digest(piece)
+        digests[at : at + DIGEST_NBYTES] = digest(piece)
         sink.write_at(byte_offset, [piece])
 
     return write
@@ -306,7 +330,7 @@ def _block_task(job: ChunkJob, block: int, piece: Buffer, byte_offset: int, sink
 def _batch_task(batch: list[tuple[ChunkJob, Buffer]], sink: Sink) -> Task:
     def write() -> None:
         for job, piece in batch:
-            job.digests[:] = digest(piece)
+            job.digests = digest(piece)
         sink.write_at(batch[0][0].byte_offset, [piece for _, piece in batch])
 
     return write
@@ -335,7 +359,7 @@ class _Compressing:
     def note(self) -> None:
         """Tell the chunks of it; in the order of blocks."""
         for (job, _), stored, sums in zip(self.blocks, self.stored, self.digests, strict=True):
-            job.frames.append(len(stored))
+            cast("array[int]", job.frames).append(len(stored))
             job.digests += sums[0]
             job.frame_digests += sums[1]
 
@@ -362,7 +386,8 @@ def _compressing(jobs: list[ChunkJob], block_nbytes: int) -> Iterator[_Compressi
     blocks: list[tuple[ChunkJob, Buffer]] = []
     held = 0
     for job in jobs:
-        for piece in iter_blocks(job.data, job.nbytes, block_nbytes, job.name):
+        job.digests, job.frames, job.frame_digests = bytearray(), array("I"), bytearray()
+        for piece in job.blocks(block_nbytes):
             if blocks and held + len(piece) > BATCH_NBYTES:
                 yield _Compressing(blocks)
                 blocks, held = [], 0

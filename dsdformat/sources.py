@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,15 @@ from dsdformat.format.manifest import Mesh
 from dsdformat.limits import INT63_MAX, NDIM_MAX
 from dsdformat.storage.base import Buffer
 
-__all__ = ["Data", "Reference", "TensorSource", "bytes_view", "copy_into", "iter_blocks"]
+__all__ = [
+    "Data",
+    "Reference",
+    "TensorSource",
+    "bytes_view",
+    "copy_into",
+    "is_bytes",
+    "iter_blocks",
+]
 
 # The packed row-major bytes of a box: a contiguous buffer, or a function that makes an iterable
 # of buffers when the writer gets there.
@@ -48,11 +57,10 @@ class TensorSource:
                 code="unsupported_dtype",
                 hint="see spec/registry/dtypes.md",
             )
-        nbytes = DTYPES[self.dtype].itemsize
-        for size in self.shape:
-            nbytes *= size or 1
-            if size < 0 or size > INT63_MAX or nbytes > INT63_MAX or len(self.shape) > NDIM_MAX:
-                raise ArgumentError(f"bad shape {list(self.shape)}", code="bad_argument")
+        shape = self.shape
+        nbytes = math.prod(filter(None, shape)) * DTYPES[self.dtype].itemsize
+        if shape and (min(shape) < 0 or nbytes > INT63_MAX or len(shape) > NDIM_MAX):
+            raise ArgumentError(f"bad shape {list(shape)}", code="bad_argument")
         if self.layout is not None:
             fault = find_layout_fault(*self.layout)
             if fault:
@@ -156,6 +164,11 @@ def bytes_view(data: Any, nbytes: int, name: str) -> memoryview:
     return view
 
 
+def is_bytes(view: memoryview) -> bool:
+    """Whether a view is of single bytes, in a row."""
+    return view.ndim == 1 and view.format == "B" and view.c_contiguous
+
+
 def _bytes_view(data: Any, name: str) -> memoryview:
     try:
         view = memoryview(data)
@@ -166,7 +179,7 @@ def _bytes_view(data: Any, name: str) -> memoryview:
         ) from None
     if not view.c_contiguous:
         raise ArgumentError(f"{name}: the buffer is not contiguous", code="bad_argument")
-    if view.ndim == 1 and view.format == "B":
+    if is_bytes(view):
         return view
     return view.cast("B") if view.nbytes else memoryview(b"")
 

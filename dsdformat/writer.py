@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -20,12 +20,12 @@ from dsdformat.boxes import Box
 from dsdformat.datafiles import ChunkJob, FilePlan, FileWriter, plan_files, write_files
 from dsdformat.errors import ArgumentError, MismatchError, UnsupportedValueError, shorten
 from dsdformat.format.bodies import is_label
-from dsdformat.format.codecs import CODECS, PLANES, RAW, ZSTD, can_compress
+from dsdformat.format.codecs import can_compress
 from dsdformat.format.digests import digest
 from dsdformat.format.frame import emit_manifest
-from dsdformat.format.manifest import DataFile, Mesh, SideFile, emit_body
-from dsdformat.format.paths import emit_name, render_path
-from dsdformat.format.values import Leaf, TensorRef, encode, encoded_key
+from dsdformat.format.manifest import DataFile, SideFile, emit_body
+from dsdformat.format.paths import render_path
+from dsdformat.format.values import Leaf
 from dsdformat.garbage import paused_gc
 from dsdformat.labels import file_labels
 from dsdformat.limits import (
@@ -39,7 +39,6 @@ from dsdformat.limits import (
 )
 from dsdformat.parts import (
     Part,
-    TensorRecord,
     check_complete,
     emit_sections,
     merge_parts,
@@ -47,19 +46,16 @@ from dsdformat.parts import (
     part_of,
     read_parts,
 )
-from dsdformat.sources import Data, Reference, TensorSource
+from dsdformat.sources import Data, TensorSource
+from dsdformat.state_plan import Codec, StatePlan, plan_state
 from dsdformat.storage.base import Target, completed
 from dsdformat.storage.target import JoinedTarget
 from dsdformat.workers import Workers
 
 __all__ = ["Codec", "PartWriter", "Writer"]
 
-# A codec's name, or a function from a tensor's display name to one.
-Codec = str | Callable[[str], str]
-
 _COMPRESS_PAGES_FROM = MIB
 _HF_METADATA = {"format": "pt"}
-_CODEC_NUMBERS = {name: number for number, name in CODECS.items()}
 
 
 class PartWriter:
@@ -89,13 +85,10 @@ class PartWriter:
         self._metadata = _text_map(_HF_METADATA if metadata is None else metadata)
         self._workers = Workers(threads)
         self._state: Mapping[str, Any] = {}
-        self._jobs: list[ChunkJob] = []
         self._plans: list[FilePlan] = []
         self._adapt = adapt
         self._write_files = write_files
-        self._sources: list[TensorSource] = []
-        self._meshes: dict[int, tuple[Mesh, bool]] = {}
-        self._planned: tuple[Any, list[TensorRecord]] | None = None
+        self._planned: StatePlan | None = None
         self._done = False
 
     def add(self, state: Mapping[str, Any]) -> None:
@@ -170,9 +163,11 @@ class PartWriter:
         self._check_open()
         self._done = True
         with paused_gc():
-            self._planned = self._plan_tensors()
-            self._plans = plan_files(self._jobs, self._metadata, self._block_nbytes)
-        self._state, self._adapt, self._sources = {}, None, []
+            self._planned = plan_state(
+                self._state, codec=self._codec, world_size=self._world_size, adapt=self._adapt
+            )
+            self._plans = plan_files(self._planned.jobs, self._metadata, self._block_nbytes)
+        self._state, self._adapt = {}, None
         return [job for plan in self._plans for job in plan.jobs]
 
     def cancel(self) -> None:
@@ -195,7 +190,7 @@ class PartWriter:
         if self._planned is None:
             self.plan()
         assert self._planned is not None
-        (tree, tensors), self._planned = self._planned, None
+        planned, self._planned = self._planned, None
         plans = self._plans
         labels = file_labels([plan.prefix for plan in plans], self._rank, self._world_size)
         try:
@@ -207,73 +202,14 @@ class PartWriter:
         ordered = sorted(plans, key=lambda plan: plan.label)
         with paused_gc():
             return part_of(
-                self._jobs,
+                planned.jobs,
                 ordered,
-                tensors,
-                tree=tree,
+                planned.tensors,
+                tree=planned.tree,
                 files=[self._data_file(plan) for plan in ordered],
                 block_nbytes=self._block_nbytes,
                 world_size=self._world_size,
             )
-
-    def _plan_tensors(self) -> tuple[Any, list[TensorRecord]]:
-        """Encode the state, number its tensors, and list the chunks to write."""
-        tensors: list[TensorRecord] = []
-        numbers: dict[int, int] = {}
-
-        def leaf(value: Any, path: Sequence[Any]) -> Any:
-            if not isinstance(value, (TensorSource, Reference)):
-                value = NotImplemented if self._adapt is None else self._adapt(value, path)
-                if not isinstance(value, (TensorSource, Reference)):
-                    return value
-            source = value.source if isinstance(value, Reference) else value
-            if id(source) not in numbers:
-                numbers[id(source)] = len(tensors)
-                self._sources.append(source)  # alive, so that no other source gets its id
-                tensors.append(self._plan_tensor(source, len(tensors), tuple(path)))
-            return TensorRef(numbers[id(source)], tuple(value.attributes.items()))
-
-        return encode(self._state, leaf=leaf), tensors
-
-    def _plan_tensor(
-        self, source: TensorSource, number: int, path: tuple[Any, ...]
-    ) -> TensorRecord:
-        name = emit_name(path, encoded_key)
-        if source.layout is not None and self._is_beyond(source.layout[0]):
-            raise ArgumentError(
-                f"{name}: the mesh has ranks beyond the {self._world_size} that write",
-                code="bad_argument",
-            )
-        empty = 0 in source.shape
-        for box, data in sorted(source.chunks, key=lambda chunk: chunk[0].offset):
-            if 0 in box.shape and not (empty and box.shape == source.shape):
-                continue
-            codec = RAW if empty else self._codec_number(source, name)
-            self._jobs.append(
-                ChunkJob(number, path, source.row, source.shape, box, codec, data, name)
-            )
-        return TensorRecord(source.dtype, source.shape, source.layout)
-
-    def _is_beyond(self, mesh: Mesh) -> bool:
-        """Whether a mesh has ranks that do not write; each object is looked at once."""
-        if id(mesh) not in self._meshes:
-            beyond = any(not 0 <= rank < self._world_size for rank in mesh.ranks)
-            self._meshes[id(mesh)] = mesh, beyond
-        return self._meshes[id(mesh)][1]
-
-    def _codec_number(self, source: TensorSource, name: str) -> int:
-        choice = source.codec
-        if choice is None:
-            choice = self._codec(name) if callable(self._codec) else self._codec
-        if not isinstance(choice, str) or choice not in _CODEC_NUMBERS:
-            raise ArgumentError(
-                f"{shorten(choice)} is not a codec",
-                code="bad_argument",
-                hint="choose one of " + ", ".join(_CODEC_NUMBERS),
-            )
-        number = _CODEC_NUMBERS[choice]
-        # One plane of a one-byte dtype is the block itself.
-        return ZSTD if number == PLANES and source.row.itemsize == 1 else number
 
     def _data_file(self, plan: FilePlan) -> DataFile:
         return DataFile(

@@ -71,7 +71,13 @@ UNITS = (
     Unit("modelfiles", layer=3, reach=1),
     Unit("datafiles", layer=3, reach=2, peers=("sources", "blocks", "workers")),
     Unit("parts", layer=3, reach=2, peers=("datafiles",)),
-    Unit("writer", layer=3, reach=2, peers=("sources", "labels", "datafiles", "parts", "workers")),
+    Unit("state_plan", layer=3, reach=2, peers=("sources", "datafiles", "parts")),
+    Unit(
+        "writer",
+        layer=3,
+        reach=2,
+        peers=("sources", "labels", "datafiles", "parts", "state_plan", "workers"),
+    ),
     Unit(
         "verify",
         layer=3,
@@ -141,7 +147,8 @@ UNSAFE_NAMES = (
 )
 UNSAFE_BUILTINS = ("eval", "exec", "compile", "__import__", "breakpoint", "__builtins__", "globals")
 EXCEPTIONS = {
-    "storage.target": ("ctypes",),  # renameat2, which Python does not offer
+    "storage.sink": ("ctypes",),  # sync_file_range, which Python does not offer
+    "storage.target": ("ctypes",),  # renameat2, likewise
 }
 # Modules in which a name is looked up that is no literal, as `getattr(torch, name)`. It must be
 # from a table of ours, never from a file.

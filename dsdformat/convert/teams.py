@@ -207,9 +207,8 @@ class TeamTarget(AbstractContextManager["TeamTarget"]):
 def _outcome(job: ChunkJob) -> list[Any]:
     """Return what only the process knows that has written a chunk."""
     digests = [bytes(job.digests), bytes(job.frame_digests)]
-    return [job.byte_offset, job.stored_nbytes, *digests, job.frames]
+    return [job.byte_offset, job.stored_nbytes, *digests, list(job.frames)]
 
 
 def _fill(job: ChunkJob, outcome: list[Any]) -> None:
-    job.byte_offset, job.stored_nbytes, digests, frame_digests, job.frames = outcome
-    job.digests, job.frame_digests = bytearray(digests), bytearray(frame_digests)
+    job.byte_offset, job.stored_nbytes, job.digests, job.frame_digests, job.frames = outcome

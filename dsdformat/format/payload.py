@@ -80,7 +80,14 @@ def emit_header(text: bytes, nbytes: int) -> bytes | None:
 
 def size_class(nbytes: int) -> int:
     """Return the largest size class that divides a chunk's decoded length (R-10.8)."""
-    return next(size for size in SIZE_CLASSES if nbytes % size == 0)
+    return _CLASS_OF.get(nbytes & -nbytes, SIZE_CLASSES[0])
+
+
+# By the largest power of two that divides a length; those that are not here are above all classes.
+_CLASS_OF = {
+    1 << bit: next(size for size in SIZE_CLASSES if size <= 1 << bit)
+    for bit in range(SIZE_CLASSES[0].bit_length())
+}
 
 
 _dumps = json.JSONEncoder(ensure_ascii=False).encode

@@ -14,17 +14,17 @@ import functools
 import itertools
 import os
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import cast
 
 from dsdformat.errors import ArgumentError, StorageError
-from dsdformat.storage.base import Buffer, completed
+from dsdformat.storage.base import completed
 from dsdformat.storage.guards import Guard, no_checkpoint
 from dsdformat.storage.local import replaced_path, storage_errors
+from dsdformat.storage.sink import FileSink
 
 __all__ = [
     "FileSink",
@@ -36,7 +36,6 @@ __all__ = [
     "replace_file",
 ]
 
-PIECES_MAX = 1024  # IOV_MAX of Linux
 _EXCHANGE, _AT_FDCWD = 2, -100
 _STALE_SECONDS = 24 * 3600
 
@@ -203,62 +202,6 @@ class JoinedTarget:
 
     def abort(self) -> None:
         """Do nothing: the coordinator removes the folder."""
-
-
-class FileSink:
-    """A new file on a file system, or one that another process has begun."""
-
-    def __init__(self, path: Path, *, new: bool = True) -> None:
-        self._path = path
-        self._position = threading.Lock()
-        flags = os.O_WRONLY | (os.O_CREAT | os.O_EXCL if new else 0)
-        flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        with storage_errors(path):
-            self._fd = os.open(path, flags, 0o666)
-
-    def write_at(self, byte_offset: int, pieces: Sequence[Buffer]) -> None:
-        """Write pieces one after another, beginning at a place in the file."""
-        views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
-        with storage_errors(self._path):
-            for at in range(0, len(views), PIECES_MAX):
-                byte_offset = self._write(byte_offset, views[at : at + PIECES_MAX])
-
-    def resize(self, nbytes: int) -> None:
-        """Give the file a length; what was not written is zeros."""
-        with storage_errors(self._path):
-            os.ftruncate(self._fd, nbytes)
-
-    def close(self) -> None:
-        """Make the file durable and close it."""
-        with storage_errors(self._path):
-            try:
-                os.fsync(self._fd)
-            finally:
-                os.close(self._fd)
-
-    def discard(self) -> None:
-        """Close the file as it is."""
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
-
-    def _write(self, byte_offset: int, views: list[memoryview]) -> int:
-        while views:
-            count = self._write_some(byte_offset, views)
-            if count == 0:
-                raise StorageError(f"{self._path}: the system took no bytes")
-            byte_offset += count
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if count:
-                views[0] = views[0][count:]
-        return byte_offset
-
-    def _write_some(self, byte_offset: int, views: list[memoryview]) -> int:
-        if hasattr(os, "pwritev"):
-            return os.pwritev(self._fd, views, byte_offset)
-        with self._position:
-            os.lseek(self._fd, byte_offset, os.SEEK_SET)
-            return os.write(self._fd, views[0])
 
 
 def replace_file(path: Path, data: bytes) -> None:

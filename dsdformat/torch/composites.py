@@ -19,12 +19,22 @@ from typing import Any
 import torch
 
 from dsdformat.errors import MismatchError, UnsupportedValueError, shorten
+from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import find_key_fault
 from dsdformat.limits import DEPTH_MAX
 from dsdformat.torch.compat import coo_components, known_seqlens, plain_functions
+from dsdformat.torch.dtypes import torch_dtype
 
-__all__ = ["find_kind", "inner_tensors", "put_together", "refusal", "take_apart", "type_name"]
+__all__ = [
+    "find_kind",
+    "inner_tensors",
+    "is_plain",
+    "put_together",
+    "refusal",
+    "take_apart",
+    "type_name",
+]
 
 Parts = Mapping[str, Any]
 
@@ -59,6 +69,13 @@ _PROTOTYPE_WARNINGS = (
 )
 
 
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+# Complex ones may be conjugated in name only.
+_PLAIN_DTYPES = frozenset(
+    dtype for dtype in map(torch_dtype, DTYPES) if dtype is not None and not dtype.is_complex
+)
+
+
 class _Fault(Exception):  # noqa: N818 -- never leaves this module
     """What is wrong with parts; the public functions add the place."""
 
@@ -75,6 +92,25 @@ def find_kind(tensor: torch.Tensor) -> str | None:
         if _is_flattenable(tensor):
             return None if _is_dtensor(tensor) else "torch.subclass"
         return _KINDS.get(tensor.layout)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is at first sight one block of host memory, in row-major order.
+
+    Most are. Neither `refusal` nor `find_kind` has anything to say of them, and this takes a tenth
+    of the time.
+    """
+    return (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and tensor.dtype in _PLAIN_DTYPES
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and tensor.numel() > 0
+        and _has_memory(tensor)
+    )
 
 
 def type_name(kind: type) -> str:

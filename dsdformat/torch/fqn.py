@@ -47,21 +47,13 @@ def named_tensors(
         module: Any module, wrapped or not.
         persistent: Whether to leave out the buffers that no state dict holds.
     """
-    return _walk(module, "", persistent)
-
-
-def _walk(module: nn.Module, prefix: str, persistent: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and not (persistent and name in _hidden(module)):
-            yield prefix + name, buffer
-    wrapped = find_wrapped(module)
-    for name, child in module._modules.items():
-        if child is not None:
-            dropped = wrapped is not None and name == wrapped[0]
-            yield from _walk(child, prefix if dropped else f"{prefix}{name}.", persistent)
+    for prefix, one in named_modules(module):
+        for name, parameter in one._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter
+        for name, buffer in one._buffers.items():
+            if buffer is not None and not (persistent and name in _hidden(one)):
+                yield prefix + name, buffer
 
 
 def named_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 from dsdformat.folders import PathLike
+from dsdformat.garbage import paused_gc
 from dsdformat.torch.background import Background, SaveHandle, begin, settle, spare_threads
 from dsdformat.torch.capture import capture_with_buffers, check_acyclic
 from dsdformat.torch.comm import Comm
@@ -140,4 +141,6 @@ def save(
     if background:
         how = background if isinstance(background, Background) else Background()
         return begin(path, how, threads, planned)
-    return planned().write()
+    with paused_gc():  # until what only planning needs is gone again
+        unfinished = planned()
+    return unfinished.write()

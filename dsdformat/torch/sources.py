@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from dsdformat.boxes import Box, whole
 from dsdformat.errors import DependencyError, UnsupportedValueError
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import Named
 from dsdformat.sources import Reference, TensorSource
 from dsdformat.torch.buffers import data_of, memory_order
 from dsdformat.torch.compat import is_lazy
-from dsdformat.torch.composites import find_kind, refusal, take_apart
+from dsdformat.torch.composites import find_kind, is_plain, refusal, take_apart
 from dsdformat.torch.dtypes import find_named, logical_dtype
 from dsdformat.torch.introspect import is_array, local_tensor
 from dsdformat.torch.sharding import FlatShard, held_view
@@ -36,6 +38,8 @@ FLAVOUR, ORDER = "flavour", "dim_order"
 NUMPY = "numpy"
 # Kind of the name before the components of a tensor that is not one strided block.
 COMPOSITE = "torch.composite"
+
+_HOST = torch.device("cpu")
 
 
 class Adapter:
@@ -60,6 +64,8 @@ class Adapter:
 
     def _tensor(self, tensor: torch.Tensor, place: Sequence[Any]) -> Any:
         self._alive.append(tensor)
+        if is_plain(tensor):
+            return Reference(self._source(tensor, tensor), {})
         reason = refusal(tensor)
         if is_lazy(tensor):
             reason = "a parameter of a lazy module has no shape yet: call the module once"
@@ -75,8 +81,7 @@ class Adapter:
         if kind is not None:
             return (Named(COMPOSITE, kind), take_apart(tensor, place))
         local = local_tensor(tensor, place)
-        name = logical_dtype(local.dtype)
-        if name is None:
+        if logical_dtype(local.dtype) is None:
             raise UnsupportedValueError(
                 f"{render_path(place)}: the dtype {local.dtype} cannot be stored",
                 code="unsupported_dtype",
@@ -84,19 +89,35 @@ class Adapter:
                 hint="view it as a dtype of the same width first",
             )
         order = memory_order(local)
+        return Reference(self._source(local, tensor), {} if order is None else {ORDER: order})
+
+    def _source(self, local: torch.Tensor, tensor: torch.Tensor) -> TensorSource:
+        """Return the source of a tensor, which is that of all that are tied to it.
+
+        Args:
+            local: What holds the bytes.
+            tensor: What the state has.
+        """
         identity = tensor_identity(local, tensor)
         source = self._sources.get(identity)
         if source is None:
-            source = TensorSource.of(name, tuple(local.shape), data_of(local))
+            shape, name = tuple(local.shape), logical_dtype(local.dtype)
+            assert name is not None
+            source = TensorSource(name, shape, [(_whole_box(shape), data_of(local))])
             self._sources[identity] = source
             self._alive.append(local)
-        return Reference(source, {} if order is None else {ORDER: order})
+        return source
 
     def _array(self, array: Any, place: Sequence[Any]) -> Any:
         source = numpy_side().source_of(array, place)
         self._alive.append(array)
         identity = array_identity(array, source.dtype)
         return Reference(self._sources.setdefault(identity, source), {FLAVOUR: NUMPY})
+
+
+@functools.lru_cache(maxsize=4096)  # a model has many tensors of few shapes
+def _whole_box(shape: tuple[int, ...]) -> Box:
+    return whole(shape)
 
 
 def value_of(value: Any, place: Sequence[Any]) -> Any:
@@ -130,16 +151,19 @@ def tensor_identity(local: torch.Tensor, tensor: torch.Tensor) -> Any:
         tensor: What the state has; an empty one is only itself.
     """
     address = local.data_ptr() if local.numel() else id(tensor)
-    strides = tuple(step * local.element_size() for step in local.stride())
+    strides = None
+    if not local.is_contiguous():  # else the shape says it, but for dims of one element
+        strides = tuple(step * local.element_size() for step in local.stride())
     name, flags = logical_dtype(local.dtype), (local.is_conj(), local.is_neg())
-    return address, str(local.device), tuple(local.shape), strides, name, flags
+    return address, local.device, tuple(local.shape), strides, name, flags
 
 
 def array_identity(array: Any, name: str) -> Any:
     """Return what `tensor_identity` gives, for a numpy array of this logical dtype."""
     address = array.__array_interface__["data"][0] if array.size else id(array)
+    strides = None if array.flags.c_contiguous else array.strides
     flags = (False, False) if array.dtype.isnative else "swapped"
-    return address, "cpu", array.shape, array.strides, name, flags
+    return address, _HOST, array.shape, strides, name, flags
 
 
 def numpy_side() -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from dsdformat.datafiles import ChunkJob
 from dsdformat.limits import KIB, MIB
-from dsdformat.sources import bytes_view, copy_into
+from dsdformat.sources import copy_into
 from dsdformat.torch.buffers import Slabs, as_bits, tensor_over
 from dsdformat.workers import Task, Workers
 
@@ -121,7 +121,7 @@ def _tasks(pairs: Sequence[tuple[ChunkJob, memoryview]]) -> Iterator[Task]:
                 yield _batch(batch)
                 batch, held = [], 0
         else:
-            source = bytes_view(job.data, job.nbytes, job.name)
+            source = job.view()
             for at in range(0, job.nbytes, _TASK_NBYTES):
                 yield _piece(source[at : at + _TASK_NBYTES], into[at : at + _TASK_NBYTES])
     if batch:
@@ -131,7 +131,7 @@ def _tasks(pairs: Sequence[tuple[ChunkJob, memoryview]]) -> Iterator[Task]:
 def _batch(batch: list[tuple[ChunkJob, memoryview]]) -> Task:
     def copy() -> None:
         for job, into in batch:
-            _copy(bytes_view(job.data, job.nbytes, job.name), into)
+            _copy(job.view(), into)
 
     return copy
 

@@ -30,6 +30,7 @@ __all__ = [
     "describe",
     "display",
     "find_items",
+    "is_container",
     "is_numpy",
     "leaves",
     "named_value",
@@ -78,6 +79,9 @@ class Composite:
 
     def __str__(self) -> str:
         return f"a tensor of kind {self.kind.removeprefix('torch.')}"
+
+
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, tuple, deque, Composite})
 
 
 @dataclass
@@ -134,6 +138,11 @@ def _composed(value: Any) -> Any:
     return (
         value if items is None else rebuilt(value, [(key, _composed(item)) for key, item in items])
     )
+
+
+def is_container(value: Any) -> bool:
+    """Whether a value is a container that may hold tensors; `find_items` lists its children."""
+    return type(value) in _CONTAINERS
 
 
 def find_items(value: Any) -> list[tuple[Any, Any]] | None:

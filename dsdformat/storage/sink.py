@@ -1,0 +1,117 @@
+"""A file that is written on a file system, and made durable.
+
+What was written goes to the disk early, beside what is still to come: the flush at the end then
+finds little left to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from dsdformat.errors import StorageError
+from dsdformat.limits import MIB
+from dsdformat.storage.base import Buffer
+from dsdformat.storage.local import storage_errors
+
+__all__ = ["FileSink"]
+
+PIECES_MAX = 1024  # IOV_MAX of Linux
+_EARLY_NBYTES = 8 * MIB
+_START_WRITE = 2  # SYNC_FILE_RANGE_WRITE
+
+
+class FileSink:
+    """A new file on a file system, or one that another process has begun."""
+
+    def __init__(self, path: Path, *, new: bool = True) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._late_nbytes = 0  # written, and not sent to the disk
+        flags = os.O_WRONLY | (os.O_CREAT | os.O_EXCL if new else 0)
+        flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        with storage_errors(path):
+            self._fd = os.open(path, flags, 0o666)
+
+    def write_at(self, byte_offset: int, pieces: Sequence[Buffer]) -> None:
+        """Write pieces one after another, beginning at a place in the file."""
+        views = [_as_bytes(piece) for piece in pieces if len(piece)]
+        end = byte_offset
+        with storage_errors(self._path):
+            for at in range(0, len(views), PIECES_MAX):
+                end = self._write(end, views[at : at + PIECES_MAX])
+        self._send(end - byte_offset)
+
+    def resize(self, nbytes: int) -> None:
+        """Give the file a length; what was not written is zeros."""
+        with storage_errors(self._path):
+            os.ftruncate(self._fd, nbytes)
+
+    def close(self) -> None:
+        """Make the file durable and close it."""
+        with storage_errors(self._path):
+            try:
+                os.fsync(self._fd)
+            finally:
+                os.close(self._fd)
+
+    def discard(self) -> None:
+        """Close the file as it is."""
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+    def _write(self, byte_offset: int, views: list[memoryview]) -> int:
+        while views:
+            count = self._write_some(byte_offset, views)
+            if count == 0:
+                raise StorageError(f"{self._path}: the system took no bytes")
+            byte_offset += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
+        return byte_offset
+
+    def _write_some(self, byte_offset: int, views: list[memoryview]) -> int:
+        if hasattr(os, "pwritev"):
+            return os.pwritev(self._fd, views, byte_offset)
+        with self._lock:
+            os.lseek(self._fd, byte_offset, os.SEEK_SET)
+            return os.write(self._fd, views[0])
+
+    def _send(self, nbytes: int) -> None:
+        """Let the disk begin with what was written; `close` waits, and tells what went wrong.
+
+        Flushed in the end only, 1 GiB takes 1.4 times as long.
+        """
+        with self._lock:
+            self._late_nbytes += nbytes
+            if self._late_nbytes < _EARLY_NBYTES:
+                return
+            self._late_nbytes = 0
+        start = _sync_file_range()
+        if start is not None:
+            start(self._fd, 0, 0, _START_WRITE)
+
+
+def _as_bytes(piece: Buffer) -> memoryview:
+    view = memoryview(piece)
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+@functools.cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Look up the call that begins to write a range of a file, where the system has it."""
+    import ctypes
+
+    try:
+        call = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError, TypeError):
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return cast("Callable[[int, int, int, int], int]", call)
