@@ -347,18 +347,25 @@ def _write_compressed(
     at = begin
     todo = _compressing(jobs, block_nbytes)
     while group := list(itertools.islice(todo, 2 * workers.count)):
-        workers.run(one.run for one in group)
-        stored = [piece for one in group for piece in one.stored]
-        sink.write_at(at, stored)
-        at += sum(map(len, stored))
-        for one in group:
-            one.note()
+        at += _compress(group, at, sink, workers)
+        group.clear()  # before more is taken
     for job in jobs:
         job.byte_offset, job.stored_nbytes = begin, sum(job.frames)
         begin += job.stored_nbytes
 
 
+def _compress(group: list[_Compressing], at: int, sink: Sink, workers: Workers) -> int:
+    """Compress some blocks, and write them from a place on; return how long they are."""
+    workers.run(one.run for one in group)
+    stored = [piece for one in group for piece in one.stored]
+    sink.write_at(at, stored)
+    for one in group:
+        one.note()
+    return sum(map(len, stored))
+
+
 def _compressing(jobs: list[ChunkJob], block_nbytes: int) -> Iterator[_Compressing]:
+    """Yield what a task compresses as soon as it is enough."""
     blocks: list[tuple[ChunkJob, Buffer]] = []
     held = 0
     for job in jobs:
@@ -368,5 +375,9 @@ def _compressing(jobs: list[ChunkJob], block_nbytes: int) -> Iterator[_Compressi
                 blocks, held = [], 0
             blocks.append((job, piece))
             held += len(piece)
+            del piece  # and with the task it is gone
+            if held >= BATCH_NBYTES:
+                yield _Compressing(blocks)
+                blocks, held = [], 0
     if blocks:
         yield _Compressing(blocks)
