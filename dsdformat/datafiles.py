@@ -332,36 +332,29 @@ class _Compressing:
             self.stored.append(stored)
             self.digests.append((digest(piece), digest(stored)))
 
-    def note(self) -> None:
-        """Tell the chunks of it; in the order of blocks."""
-        for (job, _), stored, sums in zip(self.blocks, self.stored, self.digests, strict=True):
-            job.frames.append(len(stored))
-            job.digests += sums[0]
-            job.frame_digests += sums[1]
-
 
 def _write_compressed(
     jobs: list[ChunkJob], begin: int, sink: Sink, block_nbytes: int, workers: Workers
 ) -> None:
     """Compress blocks in threads, of one chunk or several at once; write them in their order."""
-    at = begin
+    at, frames, digests = begin, list[int](), list[tuple[bytes, bytes]]()
     todo = _compressing(jobs, block_nbytes)
     while group := list(itertools.islice(todo, 2 * workers.count)):
-        at += _compress(group, at, sink, workers)
+        workers.run(one.run for one in group)
+        sink.write_at(at, [piece for one in group for piece in one.stored])
+        lengths = [len(piece) for one in group for piece in one.stored]
+        at += sum(lengths)
+        frames += lengths
+        digests += [sums for one in group for sums in one.digests]
         group.clear()  # before more is taken
+    first = 0
     for job in jobs:
+        stop = first + -(-job.nbytes // block_nbytes)
+        job.frames = frames[first:stop]
+        job.digests = bytearray().join(of_block for of_block, _ in digests[first:stop])
+        job.frame_digests = bytearray().join(of_frame for _, of_frame in digests[first:stop])
         job.byte_offset, job.stored_nbytes = begin, sum(job.frames)
-        begin += job.stored_nbytes
-
-
-def _compress(group: list[_Compressing], at: int, sink: Sink, workers: Workers) -> int:
-    """Compress some blocks, and write them from a place on; return how long they are."""
-    workers.run(one.run for one in group)
-    stored = [piece for one in group for piece in one.stored]
-    sink.write_at(at, stored)
-    for one in group:
-        one.note()
-    return sum(map(len, stored))
+        begin, first = begin + job.stored_nbytes, stop
 
 
 def _compressing(jobs: list[ChunkJob], block_nbytes: int) -> Iterator[_Compressing]:
