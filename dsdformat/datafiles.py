@@ -7,10 +7,9 @@ holds a bounded number of blocks, whatever the size of a tensor.
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from dsdformat.blocks import BATCH_NBYTES, SMALL_NBYTES
 from dsdformat.boxes import Box
@@ -79,7 +78,7 @@ class ChunkJob:
     stored_nbytes: int = 0
     digests: bytes | bytearray = b""
     frames: Sequence[int] = ()
-    frame_digests: bytes | bytearray = b""
+    frame_digests: bytes = b""
     first_block: int = 0
     first_frame: int = 0
     nbytes: int = field(init=False)
@@ -356,42 +355,45 @@ class _Compressing:
             self.stored.append(stored)
             self.digests.append((digest(piece), digest(stored)))
 
-    def note(self) -> None:
-        """Tell the chunks of it; in the order of blocks."""
-        for (job, _), stored, sums in zip(self.blocks, self.stored, self.digests, strict=True):
-            cast("array[int]", job.frames).append(len(stored))
-            job.digests += sums[0]
-            job.frame_digests += sums[1]
-
 
 def _write_compressed(
     jobs: list[ChunkJob], begin: int, sink: Sink, block_nbytes: int, workers: Workers
 ) -> None:
     """Compress blocks in threads, of one chunk or several at once; write them in their order."""
-    at = begin
+    at, frames, digests = begin, list[int](), list[tuple[bytes, bytes]]()
     todo = _compressing(jobs, block_nbytes)
     while group := list(itertools.islice(todo, 2 * workers.count)):
         workers.run(one.run for one in group)
-        stored = [piece for one in group for piece in one.stored]
-        sink.write_at(at, stored)
-        at += sum(map(len, stored))
-        for one in group:
-            one.note()
+        sink.write_at(at, [piece for one in group for piece in one.stored])
+        lengths = [len(piece) for one in group for piece in one.stored]
+        at += sum(lengths)
+        frames += lengths
+        digests += [sums for one in group for sums in one.digests]
+        group.clear()  # before more is taken
+    first = 0
     for job in jobs:
+        stop = first + -(-job.nbytes // block_nbytes)
+        job.frames = frames[first:stop]
+        job.digests = b"".join(of_block for of_block, _ in digests[first:stop])
+        job.frame_digests = b"".join(of_frame for _, of_frame in digests[first:stop])
         job.byte_offset, job.stored_nbytes = begin, sum(job.frames)
-        begin += job.stored_nbytes
+        begin, first = begin + job.stored_nbytes, stop
 
 
 def _compressing(jobs: list[ChunkJob], block_nbytes: int) -> Iterator[_Compressing]:
+    """Yield what a task compresses as soon as it is enough."""
     blocks: list[tuple[ChunkJob, Buffer]] = []
     held = 0
     for job in jobs:
-        job.digests, job.frames, job.frame_digests = bytearray(), array("I"), bytearray()
         for piece in job.blocks(block_nbytes):
             if blocks and held + len(piece) > BATCH_NBYTES:
                 yield _Compressing(blocks)
                 blocks, held = [], 0
             blocks.append((job, piece))
             held += len(piece)
+            del piece  # and with the task it is gone
+            if held >= BATCH_NBYTES:
+                yield _Compressing(blocks)
+                blocks, held = [], 0
     if blocks:
         yield _Compressing(blocks)

@@ -308,6 +308,7 @@ def test_the_summary_has_a_line_for_each_case_and_the_quickest_way_of_each_libra
     assert "| case | dsdformat | unverified | torch.save, torch.load |" in section
     assert "| a made-up case | 2.00 (0) | 3.00 (0) | 4.00 (0) |" in section
     assert "Goals" not in section
+    assert summary_section([case_of()], [row_of("raw", 1.0)]) == ""
 
 
 # Numbers that codecs are given

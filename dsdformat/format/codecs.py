@@ -177,10 +177,7 @@ def _entropy_only(zstandard: ModuleType) -> Any:
     return zstandard.ZstdCompressionParameters(
         window_log=17,
         hash_log=6,
-        chain_log=6,
-        search_log=1,
         min_match=7,
-        target_length=0,
         strategy=zstandard.STRATEGY_FAST,
         write_content_size=True,
     )

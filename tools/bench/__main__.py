@@ -4,8 +4,11 @@ import signal
 import sys
 from pathlib import Path
 
-if __package__ != "bench":  # run as a folder, or as tools.bench: its parent is not on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __package__ != "bench":
+    if not __package__:  # run as a folder, which is on the path then, but its modules are not to be
+        del sys.path[0]
+    tools = Path(__file__).resolve().parent.parent
+    sys.path[:0] = [str(tools), str(tools.parent)]  # and so the library beside it is measured
 
 from bench.cli import main
 

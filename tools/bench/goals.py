@@ -65,12 +65,12 @@ class Outcome:
         return (most is None or self.value <= most) and (least is None or self.value >= least)
 
 
-def time(contender: str, most: float, over: str = "raw") -> Goal:
+def bound_time(contender: str, most: float, over: str = "raw") -> Goal:
     """Bound a time by that of another contender."""
     return Goal(contender, "seconds", most=most, over=over)
 
 
-def peak(contender: str, most: float = 64) -> Goal:
+def bound_peak(contender: str, most: float = 64) -> Goal:
     """Bound the rise of the resident set, in MiB."""
     return Goal(contender, "peak MiB", most=most)
 
@@ -79,18 +79,18 @@ DSD, OPEN_READ = "dsdformat", "dsdformat (open, read)"
 UNVERIFIED = "dsdformat (unverified)"
 PLANES, ZIPNN = "dsdformat (planes+zstd)", "zipnn"
 SHORT = Goal(PLANES, "stored / data", most=0.01, minus=ZIPNN)
-IN = (SHORT, time(PLANES, 1.0, ZIPNN))  # at least its speed
-OUT = (time(PLANES, 1 / 0.6, ZIPNN),)
+IN = (SHORT, bound_time(PLANES, 1.0, ZIPNN))  # at least its speed
+OUT = (bound_time(PLANES, 1 / 0.6, ZIPNN),)
 
 GOALS: Mapping[str, Sequence[Goal]] = {
-    "save": (time(DSD, 0.90), peak(DSD)),
-    "save-small": (time(DSD, 2.0),),
-    "load": (time(DSD, 1.25), time(UNVERIFIED, 0.60), peak(DSD)),
-    "load-cold": (time(DSD, 1.10), peak(DSD)),
-    "load-small": (time(DSD, 2.5),),
-    "open-one": (time(OPEN_READ, 2.3),),
-    "background": (time(DSD, 1.2), Goal(DSD, "training", least=0.7)),
-    "background-first": (time(DSD, 2.5),),
+    "save": (bound_time(DSD, 0.90), bound_peak(DSD)),
+    "save-small": (bound_time(DSD, 2.0),),
+    "load": (bound_time(DSD, 1.25), bound_time(UNVERIFIED, 0.60), bound_peak(DSD)),
+    "load-cold": (bound_time(DSD, 1.10), bound_peak(DSD)),
+    "load-small": (bound_time(DSD, 2.5),),
+    "open-one": (bound_time(OPEN_READ, 2.3),),
+    "background": (bound_time(DSD, 1.2), Goal(DSD, "training", least=0.7)),
+    "background-first": (bound_time(DSD, 2.5),),
     **{f"compress-{kind}": IN for kind in KINDS},
     **{f"decompress-{kind}": OUT for kind in KINDS},
 }

@@ -9,7 +9,10 @@ from pathlib import Path
 
 __all__ = ["describe"]
 
-LIBRARIES = ("dsdformat", "torch", "safetensors", "numpy", "blake3")
+LIBRARIES = (
+    *("dsdformat", "torch", "safetensors", "numpy", "blake3", "zstandard"),
+    *("torch_checkpointing", "torchsnapshot", "tensorizer", "ztensor", "zipnn"),
+)
 
 
 def describe(folder: Path) -> dict[str, str]:

@@ -106,7 +106,8 @@ class Run:
 
 def run_child(job: Job) -> str:
     """Run a job in a fresh interpreter; return the end of its output if it failed."""
-    path = os.pathsep.join([str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    places = [str(TOOLS), str(TOOLS.parent), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, places))
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "bench.child", job.to_json()],

@@ -42,21 +42,21 @@ ORDER = ("dsdformat", "unverified")  # first in the table
 
 
 def summary_section(cases: Sequence[Case], rows: Sequence[Row]) -> str:
-    """Show the quickest of each library in each case, and the goals."""
+    """Show the quickest of each library in each case, and the goals; empty if there is neither."""
     found = {
         case: summarize([row for row in rows if row.case == case.name], case.baseline)
         for case in cases
     }
-    parts = ["## Summary", ratios(found), WORDS]
+    lines = {case: cells for case, one in found.items() if (cells := quickest(one))}
+    parts = ["## Summary", ratios(lines), WORDS] if lines else []
     results = [one for case in cases for one in outcomes(case.name, found[case])]
     if results:
         parts.append(goals(results))
     return "\n\n".join(parts)
 
 
-def ratios(found: Mapping[Case, Sequence[Summary]]) -> str:
+def ratios(lines: Mapping[Case, Mapping[str, Summary]]) -> str:
     """Lay out a line for each case, a column for each library that was measured."""
-    lines = {case: quickest(summaries) for case, summaries in found.items() if summaries}
     ordered = dict.fromkeys([*ORDER, *COLUMNS])
     columns = [one for one in ordered if any(one in cells for cells in lines.values())]
     head = ["case", *columns]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import time
 from collections.abc import Callable
@@ -129,19 +130,44 @@ def begin_dcp(state: State, *, reuse: bool) -> Begin:
     return begin
 
 
+def begin_torchsnapshot(state: State) -> Begin:
+    """Take a snapshot in a thread."""
+    from torchsnapshot import Snapshot
+
+    from bench.formats.torchsnapshot import tree_of
+
+    return lambda path: Snapshot.async_take(str(path), tree_of(state)).wait
+
+
+def begin_torch_checkpointing(state: State) -> Begin:
+    """Save in a process, which is kept; the call returns when all is copied for it."""
+    from torch_checkpointing.config import AsyncCheckpointSaverConfig, CheckpointStagerConfig
+
+    from bench.formats.torch_checkpointing import manager, tree_of
+
+    staging = CheckpointStagerConfig(use_async_staging=False)
+    one = manager(AsyncCheckpointSaverConfig(staging_config=staging))
+    atexit.register(one.close)
+    return lambda path: one.save(str(path), tree_of(state)).result
+
+
+BEGINS: dict[str, tuple[Callable[[State], Begin], str]] = {
+    "dsdformat": (partial(begin_dsd, threads=None), "dsdformat.torch"),
+    "dsdformat (1 thread)": (partial(begin_dsd, threads=1), "dsdformat.torch"),
+    "dcp": (partial(begin_dcp, reuse=False), "torch"),
+    "dcp (reused stager)": (partial(begin_dcp, reuse=True), "torch"),
+    "torch_checkpointing": (begin_torch_checkpointing, "torch_checkpointing"),
+    "torchsnapshot": (begin_torchsnapshot, "torchsnapshot"),
+}
+
+
 def contenders(build: BuildState, *, first: bool = False) -> tuple[Contender, ...]:
     """Let each save a state while training goes on."""
-    begins: dict[str, Callable[[State], Begin]] = {
-        "dsdformat": partial(begin_dsd, threads=None),
-        "dsdformat (1 thread)": partial(begin_dsd, threads=1),
-        "dcp": partial(begin_dcp, reuse=False),
-        "dcp (reused stager)": partial(begin_dcp, reuse=True),
-    }
     return (
         Contender("raw", partial(arrange_copy, build), needs=("torch", "numpy")),
         *(
-            Contender(name, partial(arrange, begin, build, first), needs=("dsdformat.torch",))
-            for name, begin in begins.items()
+            Contender(name, partial(arrange, begin, build, first), needs=(module,))
+            for name, (begin, module) in BEGINS.items()
         ),
     )
 

@@ -179,6 +179,7 @@ def arrange_compress(coder: Coder, kind: str, scene: Scene) -> Trial:
     data, compress, decompress = parts_of(coder, kind, scene.fixture)
     times = repetitions(len(data), scene.size)
     found: list[Any] = list(compress(memoryview(data)))  # so that its memory is there
+    made = sum(map(len, found))
 
     def call() -> None:
         for _ in range(times):
@@ -190,6 +191,7 @@ def arrange_compress(coder: Coder, kind: str, scene: Scene) -> Trial:
     return Trial(
         call,
         times * len(data),
+        made_nbytes=made,
         takes_nbytes=4 * len(data),
         check=check,
         columns=lambda: {"stored / data": sum(map(len, found)) / len(data)},
