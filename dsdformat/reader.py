@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from dsdformat.boxes import Box
 from dsdformat.entries import TensorEntry
-from dsdformat.errors import EntryNotFoundError, shorten
+from dsdformat.errors import EntryNotFoundError, Problem, listed, printable, shorten
 from dsdformat.format.decoding import Hooks, decode_tree
 from dsdformat.format.digests import digest as digest_of
 from dsdformat.format.frame import FORMAT_VERSION
@@ -304,6 +304,33 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         plan = wanted if isinstance(wanted, LoadPlan) else self.plan_boxes(wanted, verify=verify)
         self.table.run(plan, into)
         return plan
+
+    def check_files(self) -> None:
+        """Check that all data files are there, wanted or not, by one listing of the folder.
+
+        Raises:
+            IncompleteError: `missing_file`, with the files that are gone and what lay in them.
+
+        Ranks: local.
+        Memory: the list of the folder's files.
+        """
+        labels = [file.label for file in self.table.body.files]
+        there = set(self.table.storage.labels()) if labels else set()
+        gone = {number: label for number, label in enumerate(labels) if label not in there}
+        if not gone:
+            return
+        files, rows = list(gone.values()), self.table.columns.rows
+        names = [
+            printable(one.name) for one in self if not gone.keys().isdisjoint(rows(one.index).file)
+        ]
+        verb = "is" if len(files) == 1 else "are"
+        raise Problem(
+            "missing_file",
+            f"{self.table.storage.name}: {listed(files)} {verb} not there, and should have "
+            f"{listed(names) or 'nothing'}",
+            where=files[0],
+            hint="restore it from another copy; what is there can be loaded with select=",
+        ).error()
 
     def content_digest(self) -> str:
         """Return the content digest of the state: values and tensors, whatever the layout.

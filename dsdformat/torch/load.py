@@ -143,7 +143,8 @@ def load(  # noqa: PLR0913
         rename: What entries of the checkpoint are called in the state: a mapping of names, pairs
             of prefixes, or a function from a name to another or to None, which leaves it out.
             Entries of optimizers follow the parameters they belong to.
-        select: Globs: the entries that are meant. Others are neither read nor wanted.
+        select: Globs: the entries that are meant. Others are neither read nor wanted, and their
+            files need not be there.
         mmap: Whether new tensors are maps of the file instead of copies, where they are on the
             CPU and stored raw in one piece. Copy-on-write: the file never changes.
         types: Tensor subclasses that may be made, of those with `__tensor_flatten__`.
@@ -218,6 +219,8 @@ def load(  # noqa: PLR0913
             tree, template, fresh = chosen(tree, template, comm.rank)
             loading = Loading(origin, tree, template, options, moved)
             loading.plan.report.fresh += fresh
+            if options.selection.everything and comm.rank == 0 and isinstance(origin, Checkpoint):
+                origin.check_files()  # what is gone is told, though nothing in it may be wanted
         _leave_to_others(comm, loading.plan.report)
         with comm.together("load"):
             _check(loading, hint)

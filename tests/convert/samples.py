@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from exactly import saved
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import filesystem
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import dsdformat.torch as dsd
 from dsdformat.convert import Kind
+from tests.convert.exactly import saved
 
 
 def trained() -> dict[str, Any]:

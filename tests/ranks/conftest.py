@@ -24,6 +24,7 @@ from tests.ranks.launching import (
     RanksFailedError,
 )
 
+FOLDER = Path(__file__).resolve().parent
 _OUTCOMES = pytest.StashKey[dict[str, Outcome]]()
 
 
@@ -37,6 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("ranks") or "launcher" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.dist)
+        if item.get_closest_marker("dist") and FOLDER not in item.path.parents:
+            # `tools/test` collects no others for the run on ranks.
+            raise pytest.UsageError(f"{item.nodeid} starts ranks, so it belongs into {FOLDER}")
 
 
 @pytest.fixture(scope="session")

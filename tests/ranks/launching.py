@@ -217,6 +217,7 @@ def _import_early() -> None:
 
     torch.set_num_threads(1)
     for name in (
+        "torch._dynamo",  # the first optimizer imports it
         "torch.distributed",
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",

@@ -644,6 +644,24 @@ def test_a_module_can_be_loaded_again_after_a_load_that_found_damage(tmp_path):
     assert_same_tensor(weight.detach(), model.weight.detach())
 
 
+# Files that are gone (B118).
+
+
+def test_a_file_that_is_gone_is_told_with_its_tensors_though_nothing_in_it_is_wanted(tmp_path):
+    state = {"model": {"w": torch.ones(2)}, "optimizer": {"m": torch.ones(3), "v": torch.ones(3)}}
+    dsd.save(tmp_path / "c", state)
+    (tmp_path / "c" / "optimizer.safetensors").unlink()
+    wanted = {"model": {"w": torch.zeros(2)}}
+    with pytest.raises(dsdformat.IncompleteError) as caught:
+        dsd.load(tmp_path / "c", wanted, strict=False)
+    assert (caught.value.code, caught.value.where) == ("missing_file", "optimizer.safetensors")
+    text = "optimizer.safetensors is not there, and should have optimizer/m, optimizer/v"
+    assert text in str(caught.value)
+    assert wanted["model"]["w"].tolist() == [0, 0]
+    dsd.load(tmp_path / "c", wanted, select="model")  # what is there is loaded by its name
+    assert wanted["model"]["w"].tolist() == [1, 1]
+
+
 # Versions, lies, and other checkpoints (B116, B135, B136).
 
 

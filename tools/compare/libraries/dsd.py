@@ -74,7 +74,7 @@ def save_two_files(folder: Path, first: dict[str, Any], second: dict[str, Any]) 
 
 def load_first(folder: Path, first: dict[str, Any]) -> None:
     """Load one of the two states."""
-    load(folder, {"first": first}, select="first")
+    load(folder, {"first": first}, strict=False)
 
 
 def broadcast(tensor: torch.Tensor) -> None:

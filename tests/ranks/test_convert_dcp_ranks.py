@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,6 @@ from dsdformat.convert import AnyTensor, convert, open_any, open_foreign
 from tests.convert import converting_ranks, saving_ranks
 from tests.convert.samples import needs_forms
 from tests.ranks.launching import Call, Launch, Launcher
-
-pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    launcher = Launcher()
-    yield launcher
-    launcher.close()
 
 
 @pytest.fixture
