@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from dsdformat.boxes import Box, whole
@@ -30,7 +31,10 @@ __all__ = [
 Data = Any | Callable[[], Iterable[Any]]
 
 
-@dataclass(frozen=True, eq=False)
+_NO_ATTRIBUTES: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TensorSource:
     """A leaf of the state that a writer stores. The same object at two places is a tied tensor.
 
@@ -47,7 +51,7 @@ class TensorSource:
     shape: tuple[int, ...]
     chunks: Sequence[tuple[Box, Data]]
     codec: str | None = None
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=lambda: _NO_ATTRIBUTES)
     layout: tuple[Mesh, tuple[str, ...]] | None = None
 
     def __post_init__(self) -> None:
@@ -84,7 +88,7 @@ class TensorSource:
         return TensorSource(dtype, shape, [(whole(shape), data)], **options)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Reference:
     """A leaf of the state that is a source, with hints of its own.
 

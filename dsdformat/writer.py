@@ -170,6 +170,11 @@ class PartWriter:
         self._state, self._adapt = {}, None
         return [job for plan in self._plans for job in plan.jobs]
 
+    @property
+    def planned_nbytes(self) -> int:
+        """How many bytes of chunks are planned, before they are compressed."""
+        return sum(job.nbytes for plan in self._plans for job in plan.jobs)
+
     def cancel(self) -> None:
         """Let what writes now, in another thread, end with an error soon."""
         self._workers.cancel()
