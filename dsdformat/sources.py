@@ -55,14 +55,15 @@ class TensorSource:
     layout: tuple[Mesh, tuple[str, ...]] | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
+        row = DTYPES.get(self.dtype)
+        if row is None:
             raise UnsupportedValueError(
                 f"{shorten(self.dtype)} is not a dtype of the format",
                 code="unsupported_dtype",
                 hint="see spec/registry/dtypes.md",
             )
         shape = self.shape
-        nbytes = math.prod(filter(None, shape)) * DTYPES[self.dtype].itemsize
+        nbytes = math.prod(filter(None, shape)) * row.itemsize
         if shape and (min(shape) < 0 or nbytes > INT63_MAX or len(shape) > NDIM_MAX):
             raise ArgumentError(f"bad shape {list(shape)}", code="bad_argument")
         if self.layout is not None:
@@ -70,7 +71,7 @@ class TensorSource:
             if fault:
                 raise ArgumentError(fault, code="bad_argument")
         for box, _ in self.chunks:
-            if not box.fits(self.shape):
+            if not box.fits(shape):
                 raise ArgumentError(
                     f"box {box} is not inside of the shape {list(self.shape)}",
                     code="box_out_of_bounds",
