@@ -7,6 +7,7 @@ holds a bounded number of blocks, whatever the size of a tensor.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,10 +154,10 @@ def plan_files(
     Raises:
         UnsupportedValueError: a name, or the metadata, is too long for any header.
     """
-    groups: dict[tuple[str, ...], list[ChunkJob]] = {}
+    groups: dict[tuple[str, ...], list[ChunkJob]] = defaultdict(list)
     for job in jobs:
-        prefix = job.path[:1] if len(job.path) > 1 and type(job.path[0]) is str else ()
-        groups.setdefault(prefix, []).append(job)
+        path = job.path
+        groups[path[:1] if len(path) > 1 and type(path[0]) is str else ()].append(job)
     plans: list[FilePlan] = []
     room = header_max - 8 - len(header_json((), metadata))
     for prefix in sorted(groups):

@@ -48,11 +48,12 @@ def part_of(
         fields: The other attributes of the part.
     """
     sums = _file_sums(plans)
-    counts, numbers = array("I", bytes(4 * len(tensors))), array("Q")
+    counts = array("I", bytes(4 * len(tensors)))
+    numbers: list[int] = []
     for job in jobs:
         counts[job.tensor] += 1
-        numbers.extend(job.box.offset)
-        numbers.extend(job.box.shape)
+        numbers += job.box.offset
+        numbers += job.box.shape
     chunks = ChunkRows(
         first=0,
         file=array("I", [job.file for job in jobs]),
@@ -60,7 +61,7 @@ def part_of(
         byte_offset=array("Q", [job.byte_offset for job in jobs]),
         first_block=array("Q", [job.first_block for job in jobs]),
         first_frame=array("Q", [job.first_frame for job in jobs]),
-        numbers=numbers,
+        numbers=array("Q", numbers),
     )
     return Part(tensors=tensors, counts=counts, chunks=chunks, sums=sums, **fields)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from dsdformat.boxes import Box, whole
@@ -30,7 +31,10 @@ __all__ = [
 Data = Any | Callable[[], Iterable[Any]]
 
 
-@dataclass(frozen=True, eq=False)
+_NO_ATTRIBUTES: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TensorSource:
     """A leaf of the state that a writer stores. The same object at two places is a tied tensor.
 
@@ -47,18 +51,19 @@ class TensorSource:
     shape: tuple[int, ...]
     chunks: Sequence[tuple[Box, Data]]
     codec: str | None = None
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=lambda: _NO_ATTRIBUTES)
     layout: tuple[Mesh, tuple[str, ...]] | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
+        row = DTYPES.get(self.dtype)
+        if row is None:
             raise UnsupportedValueError(
                 f"{shorten(self.dtype)} is not a dtype of the format",
                 code="unsupported_dtype",
                 hint="see spec/registry/dtypes.md",
             )
         shape = self.shape
-        nbytes = math.prod(filter(None, shape)) * DTYPES[self.dtype].itemsize
+        nbytes = math.prod(filter(None, shape)) * row.itemsize
         if shape and (min(shape) < 0 or nbytes > INT63_MAX or len(shape) > NDIM_MAX):
             raise ArgumentError(f"bad shape {list(shape)}", code="bad_argument")
         if self.layout is not None:
@@ -66,7 +71,7 @@ class TensorSource:
             if fault:
                 raise ArgumentError(fault, code="bad_argument")
         for box, _ in self.chunks:
-            if not box.fits(self.shape):
+            if not box.fits(shape):
                 raise ArgumentError(
                     f"box {box} is not inside of the shape {list(self.shape)}",
                     code="box_out_of_bounds",
@@ -84,7 +89,7 @@ class TensorSource:
         return TensorSource(dtype, shape, [(whole(shape), data)], **options)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Reference:
     """A leaf of the state that is a source, with hints of its own.
 

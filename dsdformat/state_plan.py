@@ -14,7 +14,7 @@ from dsdformat.errors import ArgumentError, shorten
 from dsdformat.format.codecs import CODECS, PLANES, RAW, ZSTD
 from dsdformat.format.manifest import Mesh
 from dsdformat.format.paths import emit_name
-from dsdformat.format.values import Leaf, TensorRef, encode, encoded_key
+from dsdformat.format.values import Encoded, Leaf, TensorRef, encode, encoded_key
 from dsdformat.parts import TensorRecord
 from dsdformat.sources import Reference, TensorSource
 
@@ -23,6 +23,7 @@ __all__ = ["Codec", "StatePlan", "plan_state"]
 # A codec's name, or a function from a tensor's display name to one.
 Codec = str | Callable[[str], str]
 
+_TENSORS = (TensorSource, Reference)
 _CODEC_NUMBERS = {name: number for number, name in CODECS.items()}
 
 
@@ -75,9 +76,9 @@ class _Planner:
 
     def leaf(self, value: Any, path: Sequence[Any]) -> Any:
         """Return a reference to the tensor that a value is, or what `adapt` makes of it."""
-        if not isinstance(value, (TensorSource, Reference)):
+        if not isinstance(value, _TENSORS):
             value = NotImplemented if self._adapt is None else self._adapt(value, path)
-            if not isinstance(value, (TensorSource, Reference)):
+            if not isinstance(value, _TENSORS):
                 return value
         source = value.source if isinstance(value, Reference) else value
         number = self._numbers.get(id(source))
@@ -85,6 +86,8 @@ class _Planner:
             number = self._numbers[id(source)] = len(self.tensors)
             self._sources.append(source)  # alive, so that no other source gets its id
             self._add(source, number, tuple(path))
+        if not value.attributes:
+            return Encoded(["tensor", number])  # as a reference without hints is encoded
         return TensorRef(number, tuple(value.attributes.items()))
 
     def _add(self, source: TensorSource, number: int, path: tuple[Any, ...]) -> None:

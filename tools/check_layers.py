@@ -73,11 +73,12 @@ UNITS = (
     Unit("parts", layer=3, reach=2, peers=("datafiles",)),
     Unit("state_plan", layer=3, reach=2, peers=("sources", "datafiles", "parts")),
     Unit(
-        "writer",
+        "part_writer",
         layer=3,
         reach=2,
         peers=("sources", "labels", "datafiles", "parts", "state_plan", "workers"),
     ),
+    Unit("writer", layer=3, reach=2, peers=("datafiles", "parts", "state_plan", "part_writer")),
     Unit(
         "verify",
         layer=3,

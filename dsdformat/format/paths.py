@@ -46,6 +46,8 @@ def emit_key_suffix(box: Box | None, codec: str | None) -> str:
 
 
 def _escape(text: str) -> str:
+    if "%" not in text and "@" not in text:
+        return text
     return text.replace("%", "%25").replace("@", "%40")
 
 

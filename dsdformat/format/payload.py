@@ -5,7 +5,7 @@ Pure. A header is a function of the manifest, so this module only emits; nothing
 
 from __future__ import annotations
 
-import json
+import json.encoder
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -48,18 +48,16 @@ def header_json(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> 
     """Return the JSON text of a header for chunks in storage order, without padding."""
     parts = []
     if metadata:
-        pairs = (f"{_dumps(key)}:{_dumps(text)}" for key, text in sorted(metadata.items()))
+        pairs = (f"{_quoted(key)}:{_quoted(text)}" for key, text in sorted(metadata.items()))
         parts.append('"__metadata__":{' + ",".join(pairs) + "}")
     at = 0
-    for entry in entries:
-        end = at + entry.nbytes
-        raw = entry.codec == RAW
-        dtype = entry.dtype.stored_as if raw else "U8"
-        shape = payload_shape(entry.dtype, entry.shape) if raw else [entry.nbytes]
+    for key, row, box_shape, codec, nbytes in entries:
+        end = at + nbytes
+        dtype = row.stored_as if codec == RAW else "U8"
+        shape = payload_shape(row, box_shape) if codec == RAW else [nbytes]
         numbers = ",".join(map(str, shape))
         parts.append(
-            f'{_dumps(entry.key)}:{{"dtype":"{dtype}","shape":[{numbers}],'
-            f'"data_offsets":[{at},{end}]}}'
+            f'{_quoted(key)}:{{"dtype":"{dtype}","shape":[{numbers}],"data_offsets":[{at},{end}]}}'
         )
         at = end
     return ("{" + ",".join(parts) + "}").encode()
@@ -90,4 +88,4 @@ _CLASS_OF = {
 }
 
 
-_dumps = json.JSONEncoder(ensure_ascii=False).encode
+_quoted = json.encoder.encode_basestring  # what `json.dumps` writes of a string, not only ASCII

@@ -119,7 +119,8 @@ class _Capture:
                         hint="a list of modules is one model in parts; put several models into a "
                         "dict, each with a name of its own",
                     )
-                result[name] = self.walk(value, (*path, name))
+                plain = isinstance(value, torch.Tensor)  # most are
+                result[name] = value if plain else self.walk(value, (*path, name))
         return result
 
     def _entries(self, module: nn.Module, path: Path) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -68,9 +69,14 @@ class LiveModel:
             for member in unit.members
             for name in member.names
         }
-        self.names: dict[int, list[str]] = {}
+
+    @functools.cached_property
+    def names(self) -> dict[int, list[str]]:
+        """The names of each live tensor, by its id."""
+        result: dict[int, list[str]] = {}
         for name, tensor in self.tensors.items():
-            self.names.setdefault(id(tensor), []).append(name)
+            result.setdefault(id(tensor), []).append(name)
+        return result
 
     def _tensors(self) -> dict[str, Any]:
         flats = {id(unit.flat) for unit in self.units}

@@ -106,8 +106,9 @@ class RankAdapter(Adapter):
         if is_tensor(value) and _identity_or_none(value) in self._planned:
             return self._reference(value)
         made = super().__call__(value, place)
-        if isinstance(made, Reference) and not self._writes(place):
-            return Reference(self._empty(made.source), made.attributes)
+        if isinstance(made, (Reference, TensorSource)) and not self._writes(place):
+            source = made.source if isinstance(made, Reference) else made
+            return Reference(self._empty(source), made.attributes)
         return made
 
     def _reference(self, tensor: Any) -> Reference:

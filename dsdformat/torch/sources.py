@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from dsdformat.errors import DependencyError, UnsupportedValueError
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import Named
 from dsdformat.sources import Reference, TensorSource
-from dsdformat.torch.buffers import data_of, memory_order
+from dsdformat.torch.buffers import Data, bytes_of, data_of, memory_order
 from dsdformat.torch.compat import is_lazy
 from dsdformat.torch.composites import find_kind, is_plain, refusal, take_apart
 from dsdformat.torch.dtypes import find_named, logical_dtype
@@ -65,7 +65,7 @@ class Adapter:
     def _tensor(self, tensor: torch.Tensor, place: Sequence[Any]) -> Any:
         self._alive.append(tensor)
         if is_plain(tensor):
-            return Reference(self._source(tensor, tensor), {})
+            return self._source(tensor, tensor, bytes_of)
         reason = refusal(tensor)
         if is_lazy(tensor):
             reason = "a parameter of a lazy module has no shape yet: call the module once"
@@ -88,22 +88,25 @@ class Adapter:
                 path_in_tree=render_path(place),
                 hint="view it as a dtype of the same width first",
             )
-        order = memory_order(local)
-        return Reference(self._source(local, tensor), {} if order is None else {ORDER: order})
+        order, source = memory_order(local), self._source(local, tensor, data_of)
+        return source if order is None else Reference(source, {ORDER: order})
 
-    def _source(self, local: torch.Tensor, tensor: torch.Tensor) -> TensorSource:
+    def _source(
+        self, local: torch.Tensor, tensor: torch.Tensor, data: Callable[[torch.Tensor], Data]
+    ) -> TensorSource:
         """Return the source of a tensor, which is that of all that are tied to it.
 
         Args:
             local: What holds the bytes.
             tensor: What the state has.
+            data: Gives the bytes.
         """
         identity = tensor_identity(local, tensor)
         source = self._sources.get(identity)
         if source is None:
             shape, name = tuple(local.shape), logical_dtype(local.dtype)
             assert name is not None
-            source = TensorSource(name, shape, [(_whole_box(shape), data_of(local))])
+            source = TensorSource(name, shape, [(_whole_box(shape), data(local))])
             self._sources[identity] = source
             self._alive.append(local)
         return source

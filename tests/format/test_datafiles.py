@@ -27,7 +27,6 @@ def job(path: tuple[object, ...], nbytes: int = 8, tensor: int = 0, codec: int =
         whole((nbytes,)),
         codec,
         b"",
-        "/".join(map(str, path)),
     )
 
 
@@ -151,7 +150,7 @@ def test_long_metadata_leaves_less_room_in_a_header():
 def test_a_header_has_room_for_compressed_chunks_that_get_longer():
     """Planes that do not compress are longer than the data by their lengths."""
     dtype = DTYPES["float64"]
-    one = ChunkJob(0, ("w",), dtype, (10_000,), whole((10_000,)), PLANES, b"", "w")
+    one = ChunkJob(0, ("w",), dtype, (10_000,), whole((10_000,)), PLANES, b"")
     (plan,) = plan_files([one], HF, 4096)
     assert one.stored_bound(4096) == 80_000 + 4 * 8 * 20
     assert emit_header(header_json([], HF), plan.header_nbytes) is not None
@@ -159,6 +158,6 @@ def test_a_header_has_room_for_compressed_chunks_that_get_longer():
 
 def test_parts_of_a_tensor_stay_in_the_order_of_their_offsets():
     boxes = [Box((at,), (8,)) for at in range(0, 80, 8)]
-    jobs = [ChunkJob(0, ("w",), DTYPES["uint8"], (80,), box, RAW, b"", "w") for box in boxes]
+    jobs = [ChunkJob(0, ("w",), DTYPES["uint8"], (80,), box, RAW, b"") for box in boxes]
     (plan,) = plan_files(jobs, HF, 4096)
     assert [one.box for one in plan.jobs] == boxes

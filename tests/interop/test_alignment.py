@@ -73,7 +73,7 @@ def jobs_of(shapes: Shapes, dtype: str, ways: int, rank: int) -> Iterator[ChunkJ
         begin, rows = shard(shape[0], ways, rank)
         if rows:
             box = Box((begin, *[0] * (len(shape) - 1)), (rows, *shape[1:]))
-            yield ChunkJob(index, ("model", name), DTYPES[dtype], shape, box, RAW, None, name)
+            yield ChunkJob(index, ("model", name), DTYPES[dtype], shape, box, RAW, None)
 
 
 def places(shapes: Shapes, dtype: str, ways: int, rank: int) -> Iterator[tuple[ChunkJob, int]]:

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 import dsdformat
 import dsdformat.numpy
-from dsdformat import TensorSource, writer
+from dsdformat import TensorSource, part_writer
 from dsdformat.datafiles import plan_files
 
 CODECS = ["raw", "zstd", "planes+zstd"]
@@ -148,7 +148,7 @@ def small_files(monkeypatch):
     def plan(*args: Any, **options: Any) -> Any:
         return plan_files(*args, **{"chunks_max": 40, **options})
 
-    monkeypatch.setattr(writer, "plan_files", plan)
+    monkeypatch.setattr(part_writer, "plan_files", plan)
 
 
 def save_model_folder(path: Path, weights: dict[str, Any], folder: Path) -> None:

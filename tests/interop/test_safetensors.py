@@ -204,11 +204,11 @@ def test_sections_whose_names_differ_in_case_or_escape_alike_have_files_of_their
 def test_a_section_that_is_called_like_a_part_of_another_has_a_file_of_its_own(
     tmp_path, monkeypatch
 ):
-    from dsdformat import writer
+    from dsdformat import part_writer
     from dsdformat.datafiles import plan_files
 
     monkeypatch.setattr(
-        writer, "plan_files", lambda *args, **kw: plan_files(*args, **kw, chunks_max=1)
+        part_writer, "plan_files", lambda *args, **kw: plan_files(*args, **kw, chunks_max=1)
     )
     state = {
         "model": {"a": np.zeros(1), "b": np.ones(1)},

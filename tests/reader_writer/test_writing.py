@@ -686,7 +686,7 @@ def test_two_side_files_cannot_have_one_label(writer):
 
 
 def test_a_model_of_several_files_has_the_index_that_loaders_look_for(monkeypatch, save, load):
-    from dsdformat import writer as module
+    from dsdformat import part_writer as module
 
     plan = module.plan_files
     monkeypatch.setattr(module, "plan_files", lambda *a, **k: plan(*a, **k, chunks_max=2))
@@ -703,7 +703,7 @@ def test_a_model_of_several_files_has_the_index_that_loaders_look_for(monkeypatc
 
 
 def test_many_chunks_and_long_headers_roll_over_and_verify(monkeypatch, save, problems_of):
-    from dsdformat import writer as module
+    from dsdformat import part_writer as module
 
     plan = module.plan_files
     monkeypatch.setattr(

@@ -142,6 +142,11 @@ def two_views_of_an_array() -> list[Any]:
     return [array[2:4], array[:4][2:]]
 
 
+def one_row_by_other_strides() -> list[Any]:
+    base = torch.randn(1, 4)
+    return [base, base.as_strided((1, 4), (77, 1))]
+
+
 TIED = [
     same_parameter,
     parameters_over_one_memory,
@@ -152,6 +157,7 @@ TIED = [
     conjugated_twice,
     tensor_and_array,
     two_views_of_an_array,
+    one_row_by_other_strides,
 ]
 
 
