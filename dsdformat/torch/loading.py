@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from dsdformat.plan.load_plan import Wanted
@@ -91,7 +92,7 @@ class Loading:
         self._names = [display(path) for path, _ in leaves(tree)] if selected else []
         state = dict(state)
         self._modules = modules_in(state)
-        with shown_as_shards(self._modules):
+        with torch.no_grad(), shown_as_shards(self._modules):
             self._compare(state, tree)
 
     def _compare(self, state: dict[str, Any], tree: dict[str, Any]) -> None:

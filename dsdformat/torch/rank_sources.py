@@ -103,15 +103,15 @@ class RankAdapter(Adapter):
         }
 
     def __call__(self, value: Any, place: Sequence[Any]) -> Any:
-        if is_tensor(value) and _identity_or_none(value) in self._planned:
-            return self._reference(value)
+        identity = _identity_or_none(value) if is_tensor(value) else None
+        if identity in self._planned:
+            return self._reference(value, identity)
         made = super().__call__(value, place)
         if isinstance(made, Reference) and not self._writes(place):
             return Reference(self._empty(made.source), made.attributes)
         return made
 
-    def _reference(self, tensor: Any) -> Reference:
-        identity = identity_of(tensor)
+    def _reference(self, tensor: Any, identity: Any) -> Reference:
         source = self._sources.get(identity)
         if source is None:
             one, plan = self._planned[identity]

@@ -14,6 +14,15 @@ from bench.cases.loading import LOAD, LOAD_COLD, LOAD_SMALL
 from bench.cases.opening import OPEN_ONE
 from bench.cases.optimizers import LOAD_FRESH, LOAD_STEPPED, SAVE_FRESH, SAVE_STEPPED
 from bench.cases.planning import PLAN_LOAD, PLAN_MERGE, PLAN_MESH, PLAN_SAVE
+from bench.cases.ranks import (
+    RANKS_BROADCAST,
+    RANKS_GATHER,
+    RANKS_LOAD,
+    RANKS_LOAD_2_OF_4,
+    RANKS_LOAD_4_OF_2,
+    RANKS_LOAD_COLUMNS,
+    RANKS_SAVE,
+)
 from bench.cases.saving import SAVE, SAVE_SMALL
 
 __all__ = ["CASES", "choose_cases", "find_case"]
@@ -37,6 +46,13 @@ CASES = (
     PLAN_LOAD,
     PLAN_MESH,
     CONVERT,
+    RANKS_SAVE,
+    RANKS_LOAD,
+    RANKS_LOAD_2_OF_4,
+    RANKS_LOAD_4_OF_2,
+    RANKS_LOAD_COLUMNS,
+    RANKS_GATHER,
+    RANKS_BROADCAST,
 )
 
 
