@@ -24,7 +24,9 @@ from bench.tables import case_section
 
 TINY = 0.001
 MIB = 1 << 20
-PAIRS = [(case, contender) for case in CASES for contender in case.contenders]
+PAIRS = [
+    (case, contender) for case in CASES for contender in case.contenders if contender.ranks == 1
+]
 
 
 def scene_in(folder: Path) -> Scene:

@@ -71,7 +71,7 @@ def _settle(team: Team, trial: Trial, folder: Path) -> None:
 
 
 def _warm_up(team: Team, contender: Contender, folder: Path) -> None:
-    fixture = folder / "fixture" / "checkpoint"
+    fixture = _made(folder) / "fixture" / "checkpoint"
     prepare(contender, Scene(WARM_UP_SIZE, folder, fixture))
     for number in range(WARM_UP_CALLS):
         team.wait()

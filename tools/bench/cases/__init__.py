@@ -11,6 +11,7 @@ from bench.case import Case
 from bench.cases.background import BACKGROUND, BACKGROUND_FIRST, BACKGROUND_SMALL
 from bench.cases.converting import CONVERT
 from bench.cases.loading import LOAD, LOAD_COLD, LOAD_SMALL
+from bench.cases.metadata import METADATA_OPEN, METADATA_WRITE
 from bench.cases.opening import OPEN_ONE
 from bench.cases.optimizers import LOAD_FRESH, LOAD_STEPPED, SAVE_FRESH, SAVE_STEPPED
 from bench.cases.planning import PLAN_LOAD, PLAN_MERGE, PLAN_MESH, PLAN_SAVE
@@ -45,6 +46,8 @@ CASES = (
     PLAN_MERGE,
     PLAN_LOAD,
     PLAN_MESH,
+    METADATA_WRITE,
+    METADATA_OPEN,
     CONVERT,
     RANKS_SAVE,
     RANKS_LOAD,

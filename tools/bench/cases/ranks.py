@@ -7,7 +7,6 @@ those of the slowest.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import files
@@ -69,9 +68,7 @@ def write_fixture(save: Call, columns: bool, scene: Scene) -> None:
     save(scene.fixture, build(scene, columns=columns))
 
 
-def load_contenders(
-    ranks: int, saved_by: int, *, columns: bool = False
-) -> tuple[Contender, ...]:
+def load_contenders(ranks: int, saved_by: int, *, columns: bool = False) -> tuple[Contender, ...]:
     """Let each load what some ranks have saved by rows; `raw` reads what was written as it is."""
     found = []
     for form in RANK_FORMATS:
@@ -161,8 +158,7 @@ RANKS_LOAD_4_OF_2 = Case(
 )
 RANKS_LOAD_COLUMNS = Case(
     "ranks-load-columns",
-    "load on four ranks what they have saved by rows, of each matrix some columns, "
-    "page cache warm",
+    "load on four ranks what they have saved by rows, of each matrix some columns, page cache warm",
     load_contenders(RANKS, RANKS, columns=True),
     baseline="dcp",
     note=READ,
