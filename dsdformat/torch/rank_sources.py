@@ -238,7 +238,8 @@ def _of_holders(sharding: Sharding, rank: int) -> Sharding:
 
 
 def _width(tensor: Any) -> int:
-    return local_of(tensor).element_size()
+    width: int = tensor.dtype.itemsize
+    return width
 
 
 def _source(comm: Comm, tensor: Any, plan: Sequence[Held]) -> TensorSource:

@@ -33,12 +33,12 @@ from dsdformat.plan.read_shares import share_out
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.alike import KEY_NBYTES, find_alike, trade
 from dsdformat.torch.buffers import Scratch, box_view, copy_elements, typed
-from dsdformat.torch.comm import Comm, group_order
+from dsdformat.torch.comm import Comm, Pending, group_order
 from dsdformat.torch.moves import Move, put, read
 
 __all__ = ["BUCKET_NBYTES", "BlockMoves", "is_worth_it"]
 
-BUCKET_NBYTES = 16 * MIB  # that a rank reads in a round, and sends to others, and gets
+BUCKET_NBYTES = 12 * MIB  # that a rank reads in a round, and sends to others, and gets
 _ALIGN = 16
 
 
@@ -213,13 +213,16 @@ class BlockMoves:
             DistributedError: `rank_failed`, on every rank; they may have got some blocks.
 
         Ranks: collective over the group.
-        Memory: three times `BUCKET_NBYTES`.
+        Memory: five times `BUCKET_NBYTES`.
         """
         comm = self._comm
         rounds = list(self._rounds())
-        blocks, outgoing, incoming = Scratch(), Scratch(comm.device), Scratch(comm.device)
+        blocks = Scratch()
+        scratch = [(Scratch(comm.device), Scratch(comm.device)) for _ in range(2)]
         awaited = [self._awaited(rank) for rank in range(comm.world_size)]
+        last: Pending | None = None  # what is on its way while the next blocks are read
         for number in range(max(comm.gather_values(len(rounds)))):
+            outgoing, incoming = scratch[number % 2]
             some = rounds[number] if number < len(rounds) else []
             sent = [
                 sum(one.nbytes(rank) for one in some) if rank != comm.rank else 0
@@ -229,10 +232,22 @@ class BlockMoves:
             with comm.together("load"):
                 self._read(some, blocks, buffer, sent)
             sizes = _sizes(comm, sent)
-            pending = comm.begin_exchange(buffer, sent, sizes, incoming.take(sum(sizes)))
-            for rank, message in enumerate(pending.wait()):
-                if rank != comm.rank:
-                    _unpack(message, awaited[rank])
+            received = last.wait() if last is not None else []
+            last = comm.begin_exchange(buffer, sent, sizes, incoming.take(sum(sizes)))
+            self._unpack(received, awaited)
+        self._unpack(last.wait() if last is not None else [], awaited)
+
+    def _unpack(
+        self,
+        received: Sequence[torch.Tensor],
+        awaited: Sequence[Iterator[tuple[torch.Tensor, torch.dtype]]],
+    ) -> None:
+        """Put what other ranks have sent in place."""
+        for rank, message in enumerate(received):
+            cursor = _Cursor(message)
+            while rank != self._comm.rank and not cursor.is_done:
+                into, stored = next(awaited[rank])
+                put(into, cursor.take(into.shape, stored))
 
     def _rounds(self) -> Iterator[list[_Read]]:
         """Cut what this rank reads so that neither it nor those that want it get too much."""
@@ -313,15 +328,8 @@ class _Cursor:
 
 def is_worth_it(costs: Sequence[tuple[int, int]]) -> bool:
     """Whether ranks that want so much, and would read so much more, read too much together."""
-    wanted, extra = (sum(column) for column in zip(*costs, strict=True))
+    wanted, extra = sum(one for one, _ in costs), sum(one for _, one in costs)
     return wanted + extra > BOUND * wanted
-
-
-def _unpack(message: torch.Tensor, awaited: Iterator[tuple[torch.Tensor, torch.dtype]]) -> None:
-    cursor = _Cursor(message)
-    while not cursor.is_done:
-        into, stored = next(awaited)
-        put(into, cursor.take(into.shape, stored))
 
 
 def _views_of(one: _Read, data: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -2,41 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from torch import distributed
 
 from tests.ranks.launching import ROOT
+from tests.ranks.layouts import everywhere
 
 if not sys.platform.startswith("linux"):
     pytest.skip("the bench program reads /proc", allow_module_level=True)
 
 TINY = 0.001
+CONTENDERS = ("raw", "dsdformat", "dsdformat (export)", "dsdformat (set_state_dict)")
 
 
 def rows_of(folder: str, ranks: int) -> list[Any]:
-    """Measure the contenders of all cases that so many ranks take, on these ranks."""
+    """Measure ours and the plain calls, of all cases that so many ranks take, on these ranks."""
     sys.path.insert(0, str(ROOT / "tools"))
     from bench.case import Scene
     from bench.cases import CASES
     from bench.measure import measure, prepare
+    from bench.sharded import build_sharded
 
+    @functools.cache
+    def built(columns: bool) -> Any:
+        return build_sharded(TINY, columns=columns)
+
+    def build(_: Scene, *, columns: bool = False) -> Any:
+        return built(columns)  # takes longest; each load leaves it as it was
+
+    ways = [(case, one) for case in CASES for one in case.contenders if one.ranks == ranks]
     found = []
-    for case in CASES:
-        for number, one in enumerate(case.contenders):
-            if one.ranks != ranks or one.missing():
+    with (
+        mock.patch("bench.cases.ranks.build", build),
+        mock.patch("bench.measure.WARM_UP_CALLS", 0),
+        mock.patch("bench.measure.prepare", return_value=None),
+    ):
+        for number, (case, one) in enumerate(ways):
+            if one.name not in CONTENDERS:
                 continue
-            place = Path(folder) / case.name / str(number)
-            scene = Scene(TINY, place / "child", place / "fixtures" / "checkpoint")
-            (place / "child").mkdir(parents=True, exist_ok=True)
-            distributed.barrier()
-            prepare(one, scene)
-            with mock.patch("bench.measure.WARM_UP_CALLS", 0):
-                found.append(measure(case, one, scene).to_dict())
+            place = Path(folder) / str(number)
+            fixture = Path(folder) / (one.fixture or "none") / "checkpoint"
+            scene = Scene(TINY, place, fixture)
+            place.mkdir(exist_ok=True)
+            if not everywhere(fixture.exists())[0]:
+                prepare(one, scene)
+            found.append(measure(case, one, scene).to_dict())
     return found
 
 
