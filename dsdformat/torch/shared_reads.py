@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from dsdformat.boxes import Box
 from dsdformat.format.digests import digest
+from dsdformat.garbage import paused_gc
 from dsdformat.plan.read_shares import ReadPart, cut_reads, piece_nbytes, share_out
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.alike import KEY_NBYTES, find_alike
@@ -69,7 +70,7 @@ def fill_together(
     first: list[Move] = []
     keys: list[bytes] = []
     blocks: BlockMoves | None = None
-    with comm.together("load") as step:
+    with comm.together("load") as step, paused_gc():
         moves = list_moves()
         first = distinct(moves)
         keys = [_key(move) for move in first]
