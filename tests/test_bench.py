@@ -33,7 +33,11 @@ ALIKE = (  # cases that differ from another in their numbers alone
     *("decompress-exp-avg", "decompress-exp-avg-sq"),
 )
 PAIRS = [
-    (case, contender) for case in CASES if case.name not in ALIKE for contender in case.contenders
+    (case, contender)
+    for case in CASES
+    if case.name not in ALIKE
+    for contender in case.contenders
+    if contender.ranks == 1
 ]
 
 

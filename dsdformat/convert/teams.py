@@ -42,7 +42,7 @@ class Team(Protocol):
     def check_agreement(self, value: Any, what: str) -> None:
         """Raise on all if ranks passed different values. Ranks: collective."""
 
-    def together(self, doing: str) -> AbstractContextManager[None]:
+    def together(self, doing: str) -> AbstractContextManager[object]:
         """Take a step; if it fails on some ranks, all raise. Ranks: collective."""
 
 
@@ -109,7 +109,7 @@ class TeamTarget(AbstractContextManager["TeamTarget"]):
         if self.own is not None:
             self.own.abort()
 
-    def together(self) -> AbstractContextManager[None]:
+    def together(self) -> AbstractContextManager[object]:
         """Take a step; if it fails on some ranks, all raise.
 
         Ranks: collective; what is done within is not.

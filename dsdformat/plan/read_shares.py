@@ -19,9 +19,9 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dsdformat.boxes import Box, flat_boxes, row_boxes
-from dsdformat.format.checks import ChunkPlace
+from dsdformat.boxes import Box, row_boxes
 from dsdformat.limits import MIB
+from dsdformat.plan.block_shares import within
 from dsdformat.plan.load_plan import Chunks
 
 __all__ = ["PIECE_NBYTES", "ReadPart", "cut_reads", "cut_rows", "piece_nbytes", "share_out"]
@@ -74,19 +74,10 @@ def cut_reads(table: Chunks, box: Box, block_nbytes: int, nbytes: int) -> Iterat
         step = max(nbytes - nbytes % block_nbytes, block_nbytes)
         for start in range(0, place.nbytes, step):
             stop = min(start + step, place.nbytes)
-            boxes = tuple(_within(place, start // itemsize, stop // itemsize, common))
+            boxes = tuple(within(place, start // itemsize, stop // itemsize, common))
             if boxes:
                 numel = sum(one.numel for one in boxes)
                 yield ReadPart(boxes, numel * itemsize, place.file)
-
-
-def _within(place: ChunkPlace, start: int, stop: int, box: Box) -> Iterator[Box]:
-    """List what of a range of a chunk's elements lies in a box."""
-    for part in flat_boxes(place.box.shape, start, stop):
-        offset = tuple(a + b for a, b in zip(place.box.offset, part.offset, strict=True))
-        common = Box(offset, part.shape).intersect(box)
-        if common is not None and 0 not in common.shape:
-            yield common
 
 
 def share_out(nbytes: Sequence[int], writers: Sequence[int | None], ranks: int) -> list[int]:

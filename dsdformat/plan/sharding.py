@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from dsdformat.boxes import Box, flat_boxes
@@ -79,10 +80,28 @@ class MeshSharding(Sharding):
     mesh_shape: tuple[int, ...]
     placements: tuple[Placement, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, as shardings are looked up often, and have long lists of ranks."""
+        return hash((self.shape, self.ranks, self.mesh_shape, self.placements))
+
+    @cached_property
+    def _held(self) -> dict[int, tuple[Held, ...]]:
+        """What one position holds, that was asked for last: a rank asks for its own again."""
+        return {}
+
     def held(self, position: int) -> list[Held]:
-        coordinate = coordinate_of(position, self.mesh_shape)
-        pairs = local_boxes(self.shape, self.mesh_shape, self.placements, coordinate)
-        return [Held(outer, inner) for outer, inner in pairs]
+        found = self._held.get(position)
+        if found is None:
+            coordinate = coordinate_of(position, self.mesh_shape)
+            pairs = local_boxes(self.shape, self.mesh_shape, self.placements, coordinate)
+            found = tuple(Held(outer, inner) for outer, inner in pairs)
+            self._held.clear()
+            self._held[position] = found
+        return list(found)
 
     def is_first(self, position: int) -> bool:
         coordinate = coordinate_of(position, self.mesh_shape)

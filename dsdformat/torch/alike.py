@@ -14,7 +14,7 @@ import torch
 
 from dsdformat.torch.comm import Comm
 
-__all__ = ["KEY_NBYTES", "find_alike"]
+__all__ = ["KEY_NBYTES", "find_alike", "trade"]
 
 KEY_NBYTES = 16
 _SIZE_NBYTES = 8
@@ -33,8 +33,8 @@ def find_alike(comm: Comm, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
     asked: list[list[int]] = [[] for _ in range(comm.world_size)]
     for number, key in enumerate(keys):
         asked[int.from_bytes(key[:4], "little") % comm.world_size].append(number)
-    received = _trade(comm, [b"".join(keys[number] for number in some) for some in asked])
-    answers = _trade(comm, _answers(received))
+    received = trade(comm, [b"".join(keys[number] for number in some) for some in asked])
+    answers = trade(comm, _answers(received))
     result: list[tuple[int, ...]] = [()] * len(keys)
     for numbers, answer in zip(asked, answers, strict=True):
         for number, ranks in zip(numbers, _decoded(answer, len(numbers)), strict=True):
@@ -70,8 +70,11 @@ def _decoded(answer: bytes, count: int) -> list[tuple[int, ...]]:
     return [groups[number] for number in numbers[:count]]
 
 
-def _trade(comm: Comm, parts: Sequence[bytes]) -> list[bytes]:
-    """Send bytes to each rank, of any length, and return what each sends to this one."""
+def trade(comm: Comm, parts: Sequence[bytes]) -> list[bytes]:
+    """Send bytes to each rank, of any length, and return what each sends to this one.
+
+    Ranks: collective over the group.
+    """
     count = comm.world_size
     sent = [len(part) for part in parts]
     lengths = torch.tensor(sent, dtype=torch.int64).view(torch.uint8).to(comm.device)

@@ -20,6 +20,7 @@ from dsdformat.limits import MIB
 
 __all__ = [
     "Data",
+    "Scratch",
     "Slabs",
     "as_bits",
     "as_bytes",
@@ -110,6 +111,20 @@ class Slabs:
 
 
 Data = memoryview | Slabs
+
+
+class Scratch:
+    """Memory for one round after another: what is touched already takes no time to get."""
+
+    def __init__(self, device: Any = "cpu") -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return that much of it; what it held is gone."""
+        if nbytes > self._buffer.numel():
+            self._buffer = self._buffer.new_empty(0)  # not both at once
+            self._buffer = self._buffer.new_empty(nbytes)
+        return self._buffer[:nbytes]
 
 
 def data_of(tensor: torch.Tensor) -> Data:

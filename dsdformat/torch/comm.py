@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from dsdformat.format.values import encode
 from dsdformat.torch.contact import find_silent
 from dsdformat.torch.failures import check_rows, error_row, lost_contact
 
-__all__ = ["Comm", "decoded", "global_rank", "group_order", "is_distributed"]
+__all__ = ["Comm", "Pending", "Step", "decoded", "global_rank", "group_order", "is_distributed"]
 
 _SIZE_NBYTES = 8
+_SHORT_NBYTES = 120  # what ranks mostly tell each other is shorter, and goes in one message
 
 
 def is_distributed() -> bool:
@@ -42,6 +44,19 @@ def global_rank() -> int:
 def group_order(ranks: Sequence[int]) -> Any:
     """Order groups of ranks, so that ranks of several take their turns in one order."""
     return -len(ranks), sorted(ranks)
+
+
+@dataclass(slots=True)
+class Step:
+    """A step that ranks take together.
+
+    Attributes:
+        told: What this rank tells the others of it: a value of the format.
+        heard: What each rank has told, once the step is taken on all of them.
+    """
+
+    told: Any = None
+    heard: list[Any] = field(default_factory=list)
 
 
 class Comm:
@@ -105,10 +120,15 @@ class Comm:
         """
         if self.world_size == 1:
             return [value]
-        own = _raw_tensor(value).to(self.device)
-        sizes = self._sizes(own.numel())
+        raw = emit(encode(value))
+        head = len(raw).to_bytes(_SIZE_NBYTES, "little") + raw[:_SHORT_NBYTES]
+        heads = self._gather_equal(head.ljust(_SIZE_NBYTES + _SHORT_NBYTES, b"\0"))
+        sizes = [int.from_bytes(one[:_SIZE_NBYTES], "little") for one in heads]
+        if max(sizes) <= _SHORT_NBYTES:
+            pairs = zip(heads, sizes, strict=True)
+            return [decoded(one[_SIZE_NBYTES : _SIZE_NBYTES + size]) for one, size in pairs]
         parts: list[Any] = [None] * self.world_size
-        for rank, part in self.share(own, sizes):
+        for rank, part in self.share(_raw_tensor(raw).to(self.device), sizes):
             parts[rank] = decoded(part.cpu().numpy().tobytes())
         return parts
 
@@ -159,10 +179,10 @@ class Comm:
             )
 
     @contextmanager
-    def together(self, doing: str) -> Iterator[None]:
+    def together(self, doing: str) -> Iterator[Step]:
         """Run a step on each rank; if it fails on some, raise the same error on all.
 
-        The step makes no collective calls of its own.
+        The step makes no collective calls of its own. What it tells is heard by all.
 
         Raises:
             DistributedError: `rank_failed`, with the cause of each rank that failed. Where all
@@ -171,22 +191,26 @@ class Comm:
         Ranks: collective over the group.
         """
         error: Exception | None = None
+        step = Step()
         try:
-            yield
+            yield step
         except Exception as caught:
             error = caught
         if self.world_size == 1:
             if error is not None:
                 raise error
+            step.heard = [step.told]
             return
+        told = [None if error is None else error_row(error), step.told]
         try:
-            rows = self.gather_values(None if error is None else error_row(error))
+            rows = self.gather_values(told)
         except DistributedError as lost:
             if error is not None:
                 lost.failures[self.ranks[self.rank]] = error
                 lost.add_note(f"Before that, {doing} failed on this rank: {error}")
             raise
-        check_rows(doing, self.ranks, rows, (self.rank, error))
+        check_rows(doing, self.ranks, [row for row, _ in rows], (self.rank, error))
+        step.heard = [told for _, told in rows]
 
     def exchange(
         self, buffer: torch.Tensor, sent: Sequence[int], sizes: Sequence[int]
@@ -201,14 +225,31 @@ class Comm:
         Ranks: collective over the group.
         Memory: what is received.
         """
+        into = buffer if self.world_size == 1 else self._buffer(sum(sizes))
+        return self.begin_exchange(buffer, sent, sizes, into).wait()
+
+    def begin_exchange(
+        self,
+        buffer: torch.Tensor,
+        sent: Sequence[int],
+        sizes: Sequence[int],
+        into: torch.Tensor,
+    ) -> Pending:
+        """Begin to do as `exchange` does; what is sent must not change until it has ended.
+
+        Args:
+            buffer, sent, sizes: As in `exchange`.
+            into: For what is received, as long.
+
+        Ranks: collective over the group.
+        """
         if self.world_size == 1:
-            return [buffer]
-        received = self._buffer(sum(sizes))
+            return Pending(self, [], [buffer])
         with self._in_contact():
-            distributed.all_to_all_single(
-                received, buffer, list(sizes), list(sent), group=self.group
+            work = distributed.all_to_all_single(
+                into, buffer, list(sizes), list(sent), group=self.group, async_op=True
             )
-        return list(torch.split(received, list(sizes)))
+        return Pending(self, [work], list(torch.split(into, list(sizes))))
 
     def share(self, part: torch.Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Send bytes to all ranks; yield the bytes of each rank that sends any, in their order.
@@ -284,13 +325,38 @@ class Comm:
     def _buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def _gather_equal(self, raw: bytes) -> list[bytes]:
+        """Return what each rank passed, which is as long on all of them."""
+        own = _raw_tensor(raw).to(self.device)
+        parts = torch.split(self._buffer(len(raw) * self.world_size), len(raw))
+        self._all_gather(list(parts), own)
+        return [part.cpu().numpy().tobytes() for part in parts]
+
     def _sizes(self, number: int) -> list[int]:
-        if self.world_size == 1:
-            return [number]
-        own = torch.tensor([number], dtype=torch.int64, device=self.device)
-        parts = torch.split(self._buffer(_SIZE_NBYTES * self.world_size), _SIZE_NBYTES)
-        self._all_gather(list(parts), own.view(torch.uint8))
-        return [int(part.view(torch.int64).item()) for part in parts]
+        found = self._gather_equal(number.to_bytes(_SIZE_NBYTES, "little"))
+        return [int.from_bytes(one, "little") for one in found]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """An exchange that has begun."""
+
+    comm: Comm
+    works: Sequence[Any]
+    received: Sequence[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for its end; return what each rank has sent to this one.
+
+        Raises:
+            DistributedError: `ranks_absent`.
+
+        Ranks: local; ends when the others have sent what is for this rank.
+        """
+        with self.comm._in_contact():
+            for work in self.works:
+                work.wait()
+        return list(self.received)
 
 
 class _Some(Comm):
@@ -301,17 +367,22 @@ class _Some(Comm):
         self.rank, self.world_size = ranks.index(self.ranks[self.rank]), len(ranks)
         self.ranks = ranks
 
-    def exchange(
-        self, buffer: torch.Tensor, sent: Sequence[int], sizes: Sequence[int]
-    ) -> list[torch.Tensor]:
+    def begin_exchange(
+        self,
+        buffer: torch.Tensor,
+        sent: Sequence[int],
+        sizes: Sequence[int],
+        into: torch.Tensor,
+    ) -> Pending:
         parts = torch.split(buffer, list(sent))
-        received = [self._buffer(size) for size in sizes]
+        received = list(torch.split(into, list(sizes)))
         received[self.rank] = parts[self.rank]
-        self._trade(parts, received)
-        return received
+        return Pending(self, self._trade(parts, received), received)
 
-    def _trade(self, parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-        """Send each other rank its part; fill what is received of them."""
+    def _trade(
+        self, parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> Sequence[Any]:
+        """Begin to send each other rank its part, and to fill what is received of them."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         steps = [
             distributed.P2POp(distributed.irecv, received[rank], self.ranks[rank])
@@ -324,8 +395,7 @@ class _Some(Comm):
             if parts[rank].numel()
         ]
         with self._in_contact():
-            for work in distributed.batch_isend_irecv(steps) if steps else ():
-                work.wait()
+            return distributed.batch_isend_irecv(steps) if steps else ()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Pass on along a binomial tree, as log2 of the group's size steps."""
@@ -344,7 +414,7 @@ class _Some(Comm):
 
     def _all_gather(self, parts: list[torch.Tensor], part: torch.Tensor) -> None:
         parts[self.rank].copy_(part)
-        self._trade([part] * self.world_size, parts)
+        Pending(self, self._trade([part] * self.world_size, parts), parts).wait()
 
 
 def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:
@@ -356,9 +426,9 @@ def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:
     return one, other
 
 
-def _raw_tensor(value: Any) -> torch.Tensor:
-    """Return a value as bytes; never empty."""
-    return torch.frombuffer(bytearray(emit(encode(value))), dtype=torch.uint8)
+def _raw_tensor(raw: bytes) -> torch.Tensor:
+    """Return bytes, of which there are some, as a tensor."""
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
 def decoded(raw: bytes) -> Any:

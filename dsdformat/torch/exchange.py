@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from dsdformat.plan.sharding import Sharding
-from dsdformat.torch.comm import Comm
-from dsdformat.torch.routes import BUCKET_NBYTES, Routes, Spread
+from dsdformat.torch.buffers import Scratch
+from dsdformat.torch.comm import Comm, Pending
+from dsdformat.torch.routes import BUCKET_NBYTES, Piece, Round, Routes, Spread
 
 __all__ = ["exchange", "places", "share"]
 
@@ -48,14 +49,47 @@ def exchange(
     Ranks: collective over the group.
     Memory: two buckets on a rank that sends all, else less than two.
     """
-    for parts in routes.rounds(bucket_nbytes):
+    # Half a bucket is on its way while the next one is packed, and the one before unpacked.
+    scratch = [(Scratch(comm.device), Scratch(comm.device)) for _ in range(2)]
+    last: tuple[Round, Pending] | None = None
+    received: Sequence[torch.Tensor] = ()
+    for number, parts in enumerate(routes.rounds(max(1, bucket_nbytes // 2))):
+        outgoing, incoming = scratch[number % 2]
         own = parts[comm.rank]
-        sent = [routes.nbytes(own, target) for target in range(comm.world_size)]
-        buffer = torch.empty(sum(sent), dtype=torch.uint8, device=comm.device)
+        sent = [_nbytes(comm, routes, own, target) for target in range(comm.world_size)]
+        buffer = outgoing.take(sum(sent))
         for target, part in enumerate(torch.split(buffer, sent)):
-            routes.pack(own, target, shards, part)
-        sizes = [routes.nbytes(pieces, comm.rank) for pieces in parts]
-        for pieces, part in zip(parts, comm.exchange(buffer, sent, sizes), strict=True):
+            if sent[target]:
+                routes.pack(own, target, shards, part)
+        sizes = [
+            routes.nbytes(pieces, comm.rank) if rank != comm.rank else 0
+            for rank, pieces in enumerate(parts)
+        ]
+        if last is not None:
+            received = last[1].wait()
+        pending = comm.begin_exchange(buffer, sent, sizes, incoming.take(sum(sizes)))
+        if last is not None:
+            _unpack(comm, routes, last[0], received, into)
+        routes.copy(own, comm.rank, shards, into)
+        last = parts, pending
+    if last is not None:
+        _unpack(comm, routes, last[0], last[1].wait(), into)
+
+
+def _nbytes(comm: Comm, routes: Routes, pieces: Sequence[Piece], target: int) -> int:
+    """Return how much this rank sends to another one; what it has it does not send."""
+    return routes.nbytes(pieces, target) if target != comm.rank else 0
+
+
+def _unpack(
+    comm: Comm,
+    routes: Routes,
+    parts: Round,
+    received: Sequence[torch.Tensor],
+    into: Mapping[str, torch.Tensor],
+) -> None:
+    for pieces, part in zip(parts, received, strict=True):
+        if part.numel():
             routes.unpack(pieces, comm.rank, part, into)
 
 

@@ -161,7 +161,9 @@ def load(  # noqa: PLR0913
         alone: Whether this rank loads by itself, as others do not make this call.
         share_reads: Whether ranks that want the same boxes, as replicas do, read each of them
             once: one rank reads and verifies it, and passes it on. It is one that has written it,
-            where as many ranks read as have written. False for each to read by itself.
+            where as many ranks read as have written. The same is done with blocks of which they
+            want parts, as columns of what is stored by rows, where each would read much more than
+            it wants. False for each to read by itself.
 
     Names are display names, as `dsd ls` prints them: `model/layers.0.weight`. In a glob, `*` also
     matches `/`, and the name of a branch means all that is below it.
@@ -210,7 +212,7 @@ def load(  # noqa: PLR0913
         with comm.together("load"):
             origin = stack.enter_context(contextlib.closing(opened()))
         comm.check_agreement([_named(origin), f"share_reads={share_reads}"], "what is loaded")
-        with comm.together("load"):
+        with comm.together("load") as step:
             template = as_mapping(state)
             tree, moved = renamed(read_tree(origin), options.renames)
             hint = None
@@ -221,7 +223,11 @@ def load(  # noqa: PLR0913
             loading.plan.report.fresh += fresh
             if options.selection.everything and comm.rank == 0 and isinstance(origin, Checkpoint):
                 origin.check_files()  # what is gone is told, though nothing in it may be wanted
-        _leave_to_others(comm, loading.plan.report)
+            step.told = bool(loading.plan.report.unexpected)
+        if all(step.heard):
+            _leave_to_others(comm, loading.plan.report)
+        else:  # what one rank lacks among these, it wants
+            loading.plan.report.unexpected.clear()
         with comm.together("load"):
             _check(loading, hint)
             if isinstance(origin, ForeignReader):

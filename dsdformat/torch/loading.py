@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
+from dsdformat.garbage import paused_gc
 from dsdformat.plan.load_plan import Wanted
 from dsdformat.renaming import Moved
 from dsdformat.torch.builder import Builder, Form
@@ -91,7 +93,8 @@ class Loading:
         self._names = [display(path) for path, _ in leaves(tree)] if selected else []
         state = dict(state)
         self._modules = modules_in(state)
-        with shown_as_shards(self._modules):
+        # No collection meanwhile: one of all that torch has imported takes as long as this.
+        with torch.no_grad(), paused_gc(), shown_as_shards(self._modules):
             self._compare(state, tree)
 
     def _compare(self, state: dict[str, Any], tree: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "distinct",
     "fill",
     "mark_changed",
+    "put",
     "read",
     "verify_whole",
 ]
@@ -126,7 +127,7 @@ def copy_twins(moves: Sequence[Move], first: Sequence[Move]) -> None:
     for move in moves:
         source = sources[move.key]
         if source is not move:
-            _copy(move.into, source.into)
+            put(move.into, source.into)
 
 
 def mark_changed(moves: Sequence[Move]) -> None:
@@ -167,7 +168,7 @@ def _fill_group(checkpoint: Origin, moves: Sequence[Move]) -> None:
     wanted = [Wanted(move.index, move.place) for move in moves]
     checkpoint.read_boxes(wanted, [bytes_of(buffer) for buffer in staged])
     for move, source in zip(moves, staged, strict=True):
-        _copy(move.into, source)
+        put(move.into, source)
 
 
 def _fill_slabs(checkpoint: Origin, move: Move) -> None:
@@ -177,10 +178,11 @@ def _fill_slabs(checkpoint: Origin, move: Move) -> None:
         if buffer is None or buffer.shape != box.shape:
             buffer = _host(box.shape, move.stored, move.into.is_cuda)
         checkpoint.read_boxes([Wanted(move.index, move.part(box))], [bytes_of(buffer)])
-        _copy(box_view(move.into, box), buffer)
+        put(box_view(move.into, box), buffer)
 
 
-def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
+def put(into: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor into another of its shape: bit by bit if dtypes are equal, else converted."""
     if into.dtype == source.dtype and not into.is_conj() and not into.is_neg():
         as_bits(into).copy_(as_bits(source))
     else:

@@ -103,16 +103,16 @@ class RankAdapter(Adapter):
         }
 
     def __call__(self, value: Any, place: Sequence[Any]) -> Any:
-        if is_tensor(value) and _identity_or_none(value) in self._planned:
-            return self._reference(value)
+        identity = _identity_or_none(value) if is_tensor(value) else None
+        if identity in self._planned:
+            return self._reference(value, identity)
         made = super().__call__(value, place)
         if isinstance(made, (Reference, TensorSource)) and not self._writes(place):
             source = made.source if isinstance(made, Reference) else made
             return Reference(self._empty(source), made.attributes)
         return made
 
-    def _reference(self, tensor: Any) -> Reference:
-        identity = identity_of(tensor)
+    def _reference(self, tensor: Any, identity: Any) -> Reference:
         source = self._sources.get(identity)
         if source is None:
             one, plan = self._planned[identity]
@@ -239,7 +239,8 @@ def _of_holders(sharding: Sharding, rank: int) -> Sharding:
 
 
 def _width(tensor: Any) -> int:
-    return local_of(tensor).element_size()
+    width: int = tensor.dtype.itemsize
+    return width
 
 
 def _source(comm: Comm, tensor: Any, plan: Sequence[Held]) -> TensorSource:

@@ -161,6 +161,19 @@ class Routes:
         for view, box, piece, _ in self._views(pieces, target, buffer):
             copy_elements(held_view(piece.held, box, shards[piece.name]), view)
 
+    def copy(
+        self,
+        pieces: Sequence[Piece],
+        rank: int,
+        shards: Mapping[str, torch.Tensor],
+        into: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Copy what a rank itself wants of these pieces of it; dtypes are converted."""
+        for piece in pieces:
+            for box, held in self._wanted(piece, rank):
+                source = held_view(piece.held, box, shards[piece.name])
+                copy_elements(source, held_view(held, box, into[piece.name]))
+
     def unpack(
         self,
         pieces: Sequence[Piece],

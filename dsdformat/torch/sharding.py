@@ -33,7 +33,11 @@ __all__ = [
     "tensors_in",
 ]
 
+_SHARDINGS = 1024  # kept for each mesh: many tensors have one shape
 _ranks_of_meshes: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_shardings_of_meshes: weakref.WeakKeyDictionary[Any, dict[Any, MeshSharding]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,13 +134,18 @@ def sharding_of(tensor: Any) -> Sharding:
 def sharding_of_placements(
     shape: Sequence[int], mesh: Any, placements: Sequence[Any]
 ) -> MeshSharding:
-    """Return how a DTensor of this shape would be spread."""
-    return MeshSharding(
-        tuple(shape),
-        ranks_of_mesh(mesh),
-        tuple(mesh.shape),
-        tuple(_placement(one) for one in placements),
-    )
+    """Return how a DTensor of this shape would be spread; mostly an object that is there."""
+    known = _shardings_of_meshes.setdefault(mesh, {})
+    # With types, as torch 2.6 takes a strided shard for equal to a plain one.
+    key = tuple(shape), *((type(one), one) for one in placements)
+    found = known.get(key)
+    if found is None:
+        found = MeshSharding(
+            tuple(shape), ranks_of_mesh(mesh), tuple(mesh.shape), tuple(map(_placement, placements))
+        )
+        if len(known) < _SHARDINGS:
+            known[key] = found
+    return found
 
 
 def ranks_of_mesh(mesh: Any) -> tuple[int, ...]:
@@ -175,7 +184,10 @@ def local_of(tensor: Any) -> torch.Tensor:
     if isinstance(tensor, FlatShard):
         return tensor.shard
     if is_dtensor(tensor):
-        local: torch.Tensor = tensor.detach().to_local()
+        if torch.is_grad_enabled():  # then torch notes how to go back, which takes thrice as long
+            with torch.no_grad():
+                return local_of(tensor)
+        local: torch.Tensor = tensor.to_local().detach()
         return local
     if _is_sharded_tensor(tensor):
         shards = tensor.local_shards()

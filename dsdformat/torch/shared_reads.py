@@ -1,7 +1,8 @@
 """Read what ranks want: what several want is read once, verified there, and passed on.
 
 Ranks find out which boxes others want too, plan by themselves who reads what of those, read, and
-give each other the rest in messages. What a rank alone wants, it reads and nobody hears of.
+give each other the rest in messages. What a rank alone wants, it reads and nobody hears of. Where
+ranks want other boxes of the same blocks, `shared_blocks` sees to it that blocks are read once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 from dsdformat.boxes import Box
 from dsdformat.format.digests import digest
+from dsdformat.garbage import paused_gc
 from dsdformat.plan.read_shares import ReadPart, cut_reads, cut_rows, piece_nbytes, share_out
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.alike import KEY_NBYTES, find_alike
@@ -19,6 +21,7 @@ from dsdformat.torch.comm import Comm, group_order
 from dsdformat.torch.moves import Move, copy_twins, distinct, fill, mark_changed, read
 from dsdformat.torch.origin import Origin
 from dsdformat.torch.pass_on import Part, pass_on
+from dsdformat.torch.shared_blocks import BlockMoves, is_worth_it
 
 __all__ = ["fill_together"]
 
@@ -57,7 +60,7 @@ def fill_together(
         DistributedError: `rank_failed`, on every rank, before anything is passed on.
 
     Ranks: collective over the group.
-    Memory: as `fill`; then as `pass_on`.
+    Memory: as `fill`; then as `pass_on`; then as `BlockMoves.run`.
     """
     if comm.world_size == 1 or not share_reads:
         with comm.together("load"):
@@ -66,15 +69,26 @@ def fill_together(
     moves: Sequence[Move] = ()
     first: list[Move] = []
     keys: list[bytes] = []
-    with comm.together("load"):
+    blocks: BlockMoves | None = None
+    with comm.together("load") as step, paused_gc():
         moves = list_moves()
         first = distinct(moves)
         keys = [_key(move) for move in first]
+        if isinstance(checkpoint, Checkpoint):
+            blocks = BlockMoves(comm, checkpoint, first)
+        step.told = [len(first), *((blocks.wanted_nbytes, blocks.extra_nbytes) if blocks else ())]
+    if not any(count for count, *_ in step.heard):
+        return
     ranks = find_alike(comm, keys)
     shared: list[_Shared] = []
+    own = [move for move, some in zip(first, ranks, strict=True) if len(some) == 1]
+    if blocks is not None and is_worth_it([(wanted, extra) for _, wanted, extra in step.heard]):
+        blocks.keep(own)
+        own = blocks.share()
+    else:
+        blocks = None
     with comm.together("load"):
         shared = _find_shared(first, ranks)
-        own = [move for move, some in zip(first, ranks, strict=True) if len(some) == 1]
         for one in shared:
             own += _plan(comm, checkpoint, one)
         read(checkpoint, own)
@@ -83,6 +97,8 @@ def fill_together(
         if len(one.ranks) < comm.world_size:
             group = Comm.of_ranks(comm.ranks[rank] for rank in one.ranks)
         pass_on(group, [move.into.detach() for move in one.moves], one.given)
+    if blocks is not None:
+        blocks.run()
     copy_twins(moves, first)
     mark_changed(moves)
 

@@ -54,7 +54,8 @@ class Trial:
         made_nbytes: How much of its result it has to allocate; this is no overhead.
         takes_nbytes: New memory, page cache included, that the call takes; that much is made ready
             before it. 1.25 times `nbytes` if None.
-        settle: Last preparations, as dropping the page cache; right before the call.
+        settle: Last preparations, as dropping the page cache; right before the call. On several
+            ranks, the first does it for all.
         flush: Makes the result durable, where the call does not; timed with the call. None if
             nothing is to be durable, or the call sees to it.
         check: Raises if the result is wrong; after the call.
@@ -80,6 +81,9 @@ class Contender:
         needs: Modules without which it is left out.
         fixture: Name of what `prepare` writes; contenders may share one, across cases too.
         prepare: Writes the fixture at `scene.fixture`; runs once, in a process of its own.
+        ranks: How many processes make the call together, each with its part of the state; they
+            are a process group of torch.
+        saved_by: How many write the fixture.
     """
 
     name: str
@@ -87,6 +91,8 @@ class Contender:
     needs: tuple[str, ...] = ()
     fixture: str = ""
     prepare: Callable[[Scene], None] | None = None
+    ranks: int = 1
+    saved_by: int = 1
 
     def missing(self) -> list[str]:
         """Name the modules that are needed and not installed."""

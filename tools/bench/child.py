@@ -10,12 +10,15 @@ import os
 import sys
 import warnings
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from bench.case import Scene, UnmeasurableError
 from bench.cases import find_case
 from bench.measure import measure, prepare
+from bench.ranks import run_ranks
 from bench.rows import Row
+from bench.team import team_of
 
 __all__ = ["Job"]
 
@@ -50,18 +53,31 @@ def main() -> None:
     """Do the job."""
     warnings.simplefilter("ignore")
     job = Job(**json.loads(sys.argv[1]))
-    case = find_case(job.case)
-    contender = case.contender(job.contender)
+    contender = find_case(job.case).contender(job.contender)
     scene = Scene(job.size, Path(job.folder), Path(job.fixture))
     if job.realtime:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    if not job.prepares:
-        leave(measure(case, contender, scene), job)
+    count = contender.saved_by if job.prepares else contender.ranks
+    work = partial(do, job, scene)
+    if count == 1:
+        work()
+    else:
+        run_ranks(count, Path(job.folder) / "group", work)
+
+
+def do(job: Job, scene: Scene) -> None:
+    """Do the job, on each rank if there are some."""
+    case = find_case(job.case)
+    contender = case.contender(job.contender)
+    if job.prepares:
+        try:
+            prepare(contender, scene)
+        except UnmeasurableError as error:
+            leave(Row(case.name, contender.name, skipped=str(error)), job)
         return
-    try:
-        prepare(contender, scene)
-    except UnmeasurableError as error:
-        leave(Row(case.name, contender.name, skipped=str(error)), job)
+    row = measure(case, contender, scene)
+    if team_of(contender.ranks).is_first:
+        leave(row, job)
 
 
 def leave(row: Row, job: Job) -> None:

@@ -30,6 +30,7 @@ class Usage:
         anon_nbytes: Rise of the anonymous part; sampled, so that a short peak may be missed.
         file_nbytes: Rise of the mapped file pages; sampled too.
         cpu_s: Processor time of this process.
+        read_nbytes: What this process asked the system to read from files, cached or not.
         other: Share of all processors that other processes and the kernel's own threads used.
     """
 
@@ -37,6 +38,7 @@ class Usage:
     anon_nbytes: int
     file_nbytes: int
     cpu_s: float
+    read_nbytes: int
     other: float
 
 
@@ -51,6 +53,7 @@ class Meter:
         self._began, self._cpu, self._busy = time.perf_counter(), time.process_time(), busy_s()
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
         self._resident = status_nbytes("VmRSS")
+        self._read = read_nbytes()
         self._first = self._most = resident_parts()
         self._sampler.start()
         return self
@@ -61,7 +64,7 @@ class Meter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        peak = status_nbytes("VmHWM")
+        peak, read = status_nbytes("VmHWM"), read_nbytes() - self._read
         self._stop.set()
         self._sampler.join()
         self._take_sample()
@@ -69,7 +72,7 @@ class Meter:
         span = max(time.perf_counter() - self._began, 1e-9) * (os.cpu_count() or 1)
         anon, file = (most - first for most, first in zip(self._most, self._first, strict=True))
         other = max(0.0, busy_s() - self._busy - cpu) / span
-        self.usage = Usage(max(0, peak - self._resident), anon, file, cpu, min(other, 1.0))
+        self.usage = Usage(max(0, peak - self._resident), anon, file, cpu, read, min(other, 1.0))
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
@@ -109,6 +112,12 @@ def status_nbytes(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) << 10
     raise OSError(f"/proc/self/status has no {field}")
+
+
+def read_nbytes() -> int:
+    """Return how much all threads of this process have read by system calls, sockets left out."""
+    first = Path("/proc/self/io").read_text().splitlines()[0]
+    return int(first.removeprefix("rchar:"))
 
 
 def resident_parts() -> tuple[int, int]:

@@ -99,10 +99,11 @@ def on_paper(
     return opened(manifest_of(merge_parts(parts)))
 
 
-def manifest_of(part: Part) -> bytes:
-    """Write a manifest."""
+def manifest_of(part: Part, *, compress: bool = False) -> bytes:
+    """Write a manifest, as a writer does that has zstandard if asked."""
     body, sections = emit_sections(part)
-    head, pages, _ = emit_manifest([("body", [emit_body(body)]), *sections], (), compress=False)
+    pieces = [("body", [emit_body(body)]), *sections]
+    head, pages, _ = emit_manifest(pieces, (), compress=compress)
     return head + b"".join(pages)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-__all__ = ["State", "large_shapes", "build_state", "small_shapes"]
+__all__ = ["State", "build_state", "large_shapes", "pieces", "small_shapes", "take_step"]
 
 PATTERN_NUMEL = 16 << 20
 PATTERN_STEP = 7919 * 16
@@ -139,10 +139,16 @@ def pattern() -> Tensor:
     return torch.randn(PATTERN_NUMEL, generator=torch.Generator().manual_seed(0))
 
 
-def pieces(flat: Tensor, index: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut a flat tensor where the pattern wraps; yield each piece with its part of the pattern."""
+def pieces(flat: Tensor, index: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut a flat tensor where the pattern wraps; yield each piece with its part of the pattern.
+
+    Args:
+        flat: A tensor, or a part of one.
+        index: Of the tensor.
+        first: Number of the part's first element.
+    """
     source = pattern()
-    begin, place = 0, index * PATTERN_STEP % PATTERN_NUMEL
+    begin, place = 0, (index * PATTERN_STEP + first) % PATTERN_NUMEL
     while begin < flat.numel():
         count = min(flat.numel() - begin, PATTERN_NUMEL - place)
         yield flat[begin : begin + count], source[place : place + count]

@@ -13,9 +13,19 @@ from bench.cases.compressing import COMPRESS, DECOMPRESS
 from bench.cases.converting import CONVERT
 from bench.cases.limits import LIMITS
 from bench.cases.loading import LOAD, LOAD_COLD, LOAD_SMALL
+from bench.cases.metadata import METADATA_OPEN, METADATA_WRITE
 from bench.cases.opening import OPEN_ONE
 from bench.cases.optimizers import LOAD_FRESH, LOAD_STEPPED, SAVE_FRESH, SAVE_STEPPED
 from bench.cases.planning import PLAN_LOAD, PLAN_MERGE, PLAN_MESH, PLAN_SAVE
+from bench.cases.ranks import (
+    RANKS_BROADCAST,
+    RANKS_GATHER,
+    RANKS_LOAD,
+    RANKS_LOAD_2_OF_4,
+    RANKS_LOAD_4_OF_2,
+    RANKS_LOAD_COLUMNS,
+    RANKS_SAVE,
+)
 from bench.cases.saving import SAVE, SAVE_SMALL
 
 __all__ = ["CASES", "choose_cases", "find_case"]
@@ -39,9 +49,18 @@ CASES = (
     PLAN_MERGE,
     PLAN_LOAD,
     PLAN_MESH,
+    METADATA_WRITE,
+    METADATA_OPEN,
     CONVERT,
     *COMPRESS,
     *DECOMPRESS,
+    RANKS_SAVE,
+    RANKS_LOAD,
+    RANKS_LOAD_2_OF_4,
+    RANKS_LOAD_4_OF_2,
+    RANKS_LOAD_COLUMNS,
+    RANKS_GATHER,
+    RANKS_BROADCAST,
 )
 
 
