@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from dsdformat.boxes import Box, cut_dims, is_tiling, whole
-from dsdformat.errors import Problem
+from dsdformat.errors import Problem, printable
 from dsdformat.format.codecs import CODECS, PLANES, RAW, ZSTD
 from dsdformat.format.dtypes import DTYPES, Dtype
 from dsdformat.format.manifest import Body, ChunkRows, Columns
@@ -444,5 +444,6 @@ def _dtype_problems(body: Body, used: set[int]) -> Iterator[Problem]:
 
 
 def _bad(code: str, message: str, name: str, chunk: int | None = None) -> Problem:
-    where = name if chunk is None else f"chunk {chunk} of {name}"
+    shown = printable(name)
+    where = shown if chunk is None else f"chunk {chunk} of {shown}"
     return Problem(code, f"{where}: {message}", entry=name, chunk=chunk)
