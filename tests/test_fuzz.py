@@ -16,7 +16,8 @@ if not sys.platform.startswith("linux"):
 from fuzz import archives, cli, codecs, engine, folders, foreign, manifests, pickles, values
 from fuzz.engine import Outcome, Run, attempt, limits
 from fuzz.peer import Peer, find_node
-from fuzz.targets import TARGETS, BrokenRuleError, Target, choose_targets
+from fuzz.rules import BrokenRuleError
+from fuzz.targets import TARGETS, Target, choose_targets
 from vectors import zstd
 
 from dsdformat.storage.memory import MemoryStorage

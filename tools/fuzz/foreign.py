@@ -29,7 +29,7 @@ from dsdformat.convert.files import MemoryBytes
 from dsdformat.convert.foreign import AnyTensor, state_of, walk_tree
 from dsdformat.convert.kinds import open_foreign
 from dsdformat.convert.npz import read_npz, verify_npz
-from dsdformat.convert.safetensors import read_safetensors, tied
+from dsdformat.convert.safetensors import SHARDING_KEY, read_safetensors, tied
 from dsdformat.convert.settling import settle
 from dsdformat.convert.torch_stream import is_torch_stream, read_torch_stream
 from dsdformat.convert.torch_zip import read_torch_archive
@@ -40,6 +40,7 @@ from dsdformat.writer import Writer
 from fuzz.archives import mutated_archive
 from fuzz.bytewise import NUMBERS, mutated
 from fuzz.pickles import mutated_pickle
+from fuzz.rules import BrokenRuleError
 
 __all__ = ["FORMATS", "Format"]
 
@@ -89,9 +90,27 @@ def _use_settled(tree: Any, data: bytes) -> None:
 
 
 def read_safetensors_file(data: bytes) -> Codes:
-    """A safetensors file: its header and its tensors."""
+    """A safetensors file: its header and its tensors; one that holds chunks, as a folder too."""
     tree, metadata = read_safetensors(MemoryBytes(data))
-    return use(tied(tree, [metadata])[0], data)
+    if SHARDING_KEY in metadata:
+        folder = _scratch() / "shards"
+        (folder / "shard-1.safetensors").write_bytes(data)
+        with contextlib.suppress(DsdError):
+            _read_path(folder, data)
+    codes = use(tied(tree, [metadata])[0], data)
+    _check_library(data)
+    return codes
+
+
+def _check_library(data: bytes) -> None:
+    """What we accept, the library of safetensors accepts too."""
+    import safetensors
+
+    try:
+        safetensors.deserialize(data)
+    except safetensors.SafetensorError as error:
+        if "unknown variant" not in str(error):  # a type that the library does not have
+            raise BrokenRuleError(f"safetensors: {error}") from error
 
 
 def _open_file(data: bytes) -> None:
@@ -155,7 +174,8 @@ def _scratch() -> Path:
     """A folder of this process, in memory where the system has such."""
     place = Path(tempfile.mkdtemp(prefix="dsd-fuzz-", dir=_memory_folder()))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
-    (place / "single").mkdir()
+    for name in ("single", "shards"):
+        (place / name).mkdir()
     return place
 
 

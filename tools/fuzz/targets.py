@@ -29,9 +29,10 @@ from fuzz import codecs, folders, foreign
 from fuzz.bytewise import mutated
 from fuzz.folders import Files, unpacked
 from fuzz.manifests import mutated_manifest
+from fuzz.rules import BrokenRuleError
 from fuzz.values import mutated_values, value_seeds
 
-__all__ = ["TARGETS", "BrokenRuleError", "Target", "choose_targets"]
+__all__ = ["TARGETS", "Target", "choose_targets"]
 
 READ_NBYTES_MAX = 4 * MIB  # a tensor that is longer is not read: files may declare terabytes
 _ENTRY = ("name", "path", "paths", "dtype", "shape", "nbytes", "placements", "chunks")
@@ -39,10 +40,6 @@ _ENTRY = ("name", "path", "paths", "dtype", "shape", "nbytes", "placements", "ch
 _ABSENT = frozenset({"missing_file"})
 
 Codes = tuple[str, ...]
-
-
-class BrokenRuleError(Exception):
-    """Two ways of reading one input do not agree."""
 
 
 @dataclass(frozen=True, slots=True)
