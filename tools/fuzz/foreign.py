@@ -12,6 +12,7 @@ import datetime
 import functools
 import io
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -42,7 +43,9 @@ from fuzz.bytewise import NUMBERS, mutated
 from fuzz.pickles import mutated_pickle
 from fuzz.rules import BrokenRuleError
 
-__all__ = ["FORMATS", "Format"]
+__all__ = ["FORMATS", "SCRATCH", "Format", "scratch_parent"]
+
+SCRATCH = "DSD_FUZZ_SCRATCH"
 
 _READ_NBYTES_MAX = MIB
 _WRITTEN_ONE_OF = 8  # inputs that are accepted, of which one is converted to a checkpoint of ours
@@ -172,7 +175,7 @@ def _read_path(folder: Path, data: bytes) -> Codes:
 @functools.cache
 def _scratch() -> Path:
     """A folder of this process, in memory where the system has such."""
-    place = Path(tempfile.mkdtemp(prefix="dsd-fuzz-", dir=_memory_folder()))
+    place = Path(tempfile.mkdtemp(prefix="dsd-fuzz-", dir=scratch_parent()))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     for name in ("single", "shards"):
         (place / name).mkdir()
@@ -197,8 +200,10 @@ def _model_folder() -> Path:
     return place
 
 
-def _memory_folder() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+def scratch_parent() -> str | None:
+    """Where the folder is made; a process that does not end by itself is told by SCRATCH."""
+    told = os.environ.get(SCRATCH)
+    return told or ("/dev/shm" if Path("/dev/shm").is_dir() else None)
 
 
 # Seeds
