@@ -207,6 +207,24 @@ def test_readers_that_do_not_agree_are_found():
 
 @pytest.mark.node
 @pytest.mark.skipif(find_node() is None, reason="needs node and the JavaScript reader")
+def test_a_reader_that_ends_is_found_and_started_again():
+    node = find_node()
+    assert node is not None
+    with Peer(VALUES, node) as peer:
+        peer.tell(b"\xc0", Outcome((), ""))
+        peer.flush()
+        peer._process.kill()
+        peer._process.wait()
+        peer._sent = [(b"\xc2", ())]
+        peer.flush()
+        peer.tell(b"\xc3", Outcome((), ""))
+        peer.flush()
+    assert peer.read == 2
+    assert [finding.data for finding in peer.findings.values()] == [b"\xc2"]
+
+
+@pytest.mark.node
+@pytest.mark.skipif(find_node() is None, reason="needs node and the JavaScript reader")
 def test_a_folder_is_read_by_both():
     node = find_node()
     assert node is not None
