@@ -43,7 +43,7 @@ from fuzz.bytewise import NUMBERS, mutated
 from fuzz.pickles import mutated_pickle
 from fuzz.rules import BrokenRuleError
 
-__all__ = ["FORMATS", "SCRATCH", "Format", "scratch_parent"]
+__all__ = ["FORMATS", "SCRATCH", "Format", "check_library", "scratch_parent"]
 
 SCRATCH = "DSD_FUZZ_SCRATCH"
 
@@ -101,11 +101,11 @@ def read_safetensors_file(data: bytes) -> Codes:
         with contextlib.suppress(DsdError):
             _read_path(folder, data)
     codes = use(tied(tree, [metadata])[0], data)
-    _check_library(data)
+    check_library(data)
     return codes
 
 
-def _check_library(data: bytes) -> None:
+def check_library(data: bytes) -> None:
     """What we accept, the library of safetensors accepts too."""
     import safetensors
 

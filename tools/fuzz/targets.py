@@ -136,12 +136,13 @@ def _attempt(call: Callable[[], Any], *, must: bool) -> Any:
 
 
 def _check_data_files(files: Files) -> None:
-    """What a verifier accepts has data files that a reader of safetensors accepts."""
+    """What a verifier accepts has data files that readers of safetensors accept."""
     with Checkpoint(MemoryStorage(files), threads=1) as checkpoint:
         labels = list(checkpoint.data_files)
     for label in labels:
         if len(files[label]) > 8 and files[label][8:9] == b"{":
             read_header(MemoryBytes(files[label], label))
+            foreign.check_library(files[label])
 
 
 def read_values(data: bytes) -> Codes:
