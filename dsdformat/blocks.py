@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from dsdformat.errors import FormatError, Problem
+from dsdformat.errors import FormatError, Problem, printable
 from dsdformat.format.checks import ChunkPlace, TensorRow
 from dsdformat.format.codecs import RAW, decode_block
 from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
@@ -337,7 +337,7 @@ class BlockReader:
     def _describe(self, block: _Block) -> str:
         place = self._place(block)
         return (
-            f"block {block.number} of chunk {block.chunk} of {place['entry']} "
+            f"block {block.number} of chunk {block.chunk} of {printable(place['entry'])} "
             f"({place['where']}, bytes {place['byte_offset']}..{place['byte_end']})"
         )
 

@@ -141,7 +141,8 @@ class _Verifier:
             self.blocks.check_file(index)
         except FormatError as error:
             return list(error.problems)
-        text = header_json(self._header_entries(file, chunks), file.metadata)
+        entries = self._header_entries(file, chunks)
+        text = header_json(entries, file.metadata, most=file.header_nbytes)
         at = self._find_difference(file, text)
         self._advance(file.header_nbytes)
         if at is None:

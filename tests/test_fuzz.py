@@ -16,7 +16,8 @@ if not sys.platform.startswith("linux"):
 from fuzz import archives, cli, codecs, engine, folders, foreign, manifests, pickles, values
 from fuzz.engine import Outcome, Run, attempt, limits
 from fuzz.peer import Peer, find_node
-from fuzz.targets import TARGETS, BrokenRuleError, Target, choose_targets
+from fuzz.rules import BrokenRuleError
+from fuzz.targets import TARGETS, Target, choose_targets
 from vectors import zstd
 
 from dsdformat.storage.memory import MemoryStorage
@@ -202,6 +203,24 @@ def test_readers_that_do_not_agree_are_found():
         peer.tell(b"\xc1", Outcome((), ""))
     assert (peer.read, peer.renamed) == (4, 1)
     assert list(peer.findings) == ["Python (), JavaScript ('msgpack_malformed',)"]
+
+
+@pytest.mark.node
+@pytest.mark.skipif(find_node() is None, reason="needs node and the JavaScript reader")
+def test_a_reader_that_ends_is_found_and_started_again():
+    node = find_node()
+    assert node is not None
+    with Peer(VALUES, node) as peer:
+        peer.tell(b"\xc0", Outcome((), ""))
+        peer.flush()
+        peer._process.kill()
+        peer._process.wait()
+        peer._sent = [(b"\xc2", ())]
+        peer.flush()
+        peer.tell(b"\xc3", Outcome((), ""))
+        peer.flush()
+    assert peer.read == 2
+    assert [finding.data for finding in peer.findings.values()] == [b"\xc2"]
 
 
 @pytest.mark.node

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ KINDS = {
 }
 KINDS |= {"U8": "uint8", "F16": "float16", "F64": "float64"}
 _PACKED = "F4"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a pair, or alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def read_header(source: Bytes) -> SafetensorsHeader:
 
 
 def parse_json(source: Bytes, byte_offset: int, nbytes: int) -> dict[str, Any]:
-    """Parse a JSON object strictly: no key twice, no NaN, integers of a sane length.
+    """Parse a JSON object strictly: no key twice, no NaN, no lone surrogates, no huge integers.
 
     Raises:
         ConvertError: `header_malformed` or `foreign_too_large`.
@@ -108,6 +110,8 @@ def parse_json(source: Bytes, byte_offset: int, nbytes: int) -> dict[str, Any]:
         raise
     if type(value) is not dict:
         bad("its JSON is no object")
+    if _SURROGATE.search(data) and not _is_text(value):
+        bad("its JSON holds a lone surrogate")
     return value
 
 
@@ -165,6 +169,15 @@ class _Reader:
             raise fault("foreign_truncated", self.source.name, f"ends before byte {at}")
         if at != self.source.nbytes:
             self.bad(f"{self.source.nbytes - at} bytes follow the last tensor")
+
+
+def _is_text(value: Any) -> bool:
+    """Whether all strings of a JSON value can be written."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def _is_sizes(value: Any) -> bool:

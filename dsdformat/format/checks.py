@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from dsdformat.boxes import Box, cut_dims, is_tiling, whole
-from dsdformat.errors import Problem
+from dsdformat.errors import Problem, printable
 from dsdformat.format.codecs import CODECS, PLANES, RAW, ZSTD
 from dsdformat.format.dtypes import DTYPES, Dtype
 from dsdformat.format.manifest import Body, ChunkRows, Columns
@@ -109,17 +109,14 @@ def _check_row(
     body: Body, columns: Columns, tensor: int, name_of: NameOf
 ) -> tuple[TensorRow | None, list[Problem]]:
     name = name_of(tensor)
-    problems = list(_row_problems(body, columns, tensor, name))
+    rows = columns.rows(tensor)
+    problems = list(_reference_problems(body, columns, rows, tensor, name))
     if problems:
         return None, problems
     dtype = DTYPES[body.dtypes[columns.dtype[tensor]]]
     shape = columns.shape(tensor)
-    rows = columns.rows(tensor)
     boxes = rows.boxes(len(shape))
-    if not _are_sound(body, dtype, shape, rows, boxes):
-        chunks = enumerate(boxes)
-        problems = [p for c in chunks for p in _chunk_problems(body, dtype, shape, rows, *c, name)]
-    problems += [] if problems else list(_tiling_problems(shape, boxes, name))
+    problems = _first_problems(dtype, shape, rows, boxes, name)
     if problems:
         return None, problems
     places = tuple(
@@ -216,59 +213,74 @@ def _find_simple(body: Body, columns: Columns, tensor: int) -> TensorRow | None:
     return TensorRow(dtype, shape, layout, (place,))
 
 
-def _row_problems(body: Body, columns: Columns, tensor: int, name: str) -> Iterator[Problem]:
+def _reference_problems(
+    body: Body, columns: Columns, rows: ChunkRows, tensor: int, name: str
+) -> Iterator[Problem]:
+    """R-9.1."""
     if columns.dtype[tensor] >= len(body.dtypes):
         yield _bad("bad_reference", f"dtype {columns.dtype[tensor]} is not in the table", name)
-        return
     if columns.layout[tensor] > len(body.layouts):
         yield _bad("bad_reference", f"layout {columns.layout[tensor]} is not in the table", name)
-    shape = columns.shape(tensor)
-    itemsize = DTYPES[body.dtypes[columns.dtype[tensor]]].itemsize
-    nbytes = math.prod(size for size in shape if size) * itemsize
+    for chunk, file in enumerate(rows.file):
+        if file >= len(body.files):
+            yield _bad("bad_reference", f"data file {file} is not in the table", name, chunk)
+
+
+def _first_problems(
+    dtype: Dtype, shape: tuple[int, ...], rows: ChunkRows, boxes: list[Box], name: str
+) -> list[Problem]:
+    """What breaks the first of R-9.4 to R-9.9 and R-9.11 that is broken."""
+    checks = [_shape_problems(shape, dtype, name), _tiling_problems(shape, boxes, name)]
+    if not _are_sound(dtype, shape, rows, boxes):
+        checks[1:1] = [
+            _bounds_problems(shape, boxes, name),
+            _emptiness_problems(shape, rows, boxes, name),
+        ]
+        checks.append(_codec_problems(dtype, rows, name))
+    return next((found for check in checks if (found := list(check))), [])
+
+
+def _shape_problems(shape: tuple[int, ...], dtype: Dtype, name: str) -> Iterator[Problem]:
+    nbytes = math.prod(size for size in shape if size) * dtype.itemsize
     if nbytes > INT63_MAX or any(size > INT63_MAX for size in shape):
         yield _bad("shape_overflow", f"shape {list(shape)} has more than 2**63-1 bytes", name)
 
 
-def _are_sound(
-    body: Body, dtype: Dtype, shape: tuple[int, ...], rows: ChunkRows, boxes: list[Box]
-) -> bool:
-    """Whether all chunks pass `_chunk_problems`, looking at columns instead of at each."""
+def _are_sound(dtype: Dtype, shape: tuple[int, ...], rows: ChunkRows, boxes: list[Box]) -> bool:
+    """Whether bounds, emptiness and codecs are right, looking at columns instead of at each."""
     codecs = set(rows.codec)
-    if 0 in shape or not boxes or max(rows.file) >= len(body.files):
+    if 0 in shape or not boxes:
         return False
     if not codecs <= CODECS.keys() or (PLANES in codecs and dtype.itemsize == 1):
         return False
     return all(box.fits(shape) and 0 not in box.shape for box in boxes)
 
 
-def _chunk_problems(
-    body: Body,
-    dtype: Dtype,
-    shape: tuple[int, ...],
-    rows: ChunkRows,
-    chunk: int,
-    box: Box,
-    name: str,
+def _bounds_problems(shape: tuple[int, ...], boxes: list[Box], name: str) -> Iterator[Problem]:
+    for chunk, box in enumerate(boxes):
+        if not box.fits(shape):
+            message = f"box {box} is not inside of the shape {list(shape)}"
+            yield _bad("chunk_out_of_bounds", message, name, chunk)
+
+
+def _emptiness_problems(
+    shape: tuple[int, ...], rows: ChunkRows, boxes: list[Box], name: str
 ) -> Iterator[Problem]:
-    codec = rows.codec[chunk]
-    if rows.file[chunk] >= len(body.files):
-        yield _bad(
-            "bad_reference", f"data file {rows.file[chunk]} is not in the table", name, chunk
-        )
-    if not box.fits(shape):
-        message = f"box {box} is not inside of the shape {list(shape)}"
-        yield _bad("chunk_out_of_bounds", message, name, chunk)
-    elif 0 in shape:
-        if box != whole(shape) or codec != RAW or len(rows.file) != 1:
+    for chunk, box in enumerate(boxes):
+        if 0 not in shape:
+            if 0 in box.shape:
+                yield _bad("empty_chunk", f"box {box} has no elements", name, chunk)
+        elif box != whole(shape) or rows.codec[chunk] != RAW or len(boxes) != 1:
             message = "a tensor without elements has one raw chunk that is the whole tensor"
             yield _bad("empty_chunk", message, name, chunk)
-        return
-    elif 0 in box.shape:
-        yield _bad("empty_chunk", f"box {box} has no elements", name, chunk)
-    if codec not in CODECS:
-        yield _bad("unknown_codec", f"codec {codec} is not known", name, chunk)
-    elif codec == PLANES and dtype.itemsize == 1:
-        yield _bad("codec_mismatch", f"{CODECS[codec]} does not fit {dtype.name}", name, chunk)
+
+
+def _codec_problems(dtype: Dtype, rows: ChunkRows, name: str) -> Iterator[Problem]:
+    for chunk, codec in enumerate(rows.codec):
+        if codec not in CODECS:
+            yield _bad("unknown_codec", f"codec {codec} is not known", name, chunk)
+        elif codec == PLANES and dtype.itemsize == 1:
+            yield _bad("codec_mismatch", f"{CODECS[codec]} does not fit {dtype.name}", name, chunk)
 
 
 def _tiling_problems(shape: tuple[int, ...], boxes: list[Box], name: str) -> Iterator[Problem]:
@@ -444,5 +456,6 @@ def _dtype_problems(body: Body, used: set[int]) -> Iterator[Problem]:
 
 
 def _bad(code: str, message: str, name: str, chunk: int | None = None) -> Problem:
-    where = name if chunk is None else f"chunk {chunk} of {name}"
+    shown = printable(name)
+    where = shown if chunk is None else f"chunk {chunk} of {shown}"
     return Problem(code, f"{where}: {message}", entry=name, chunk=chunk)

@@ -33,6 +33,7 @@ from dsdformat.limits import INT63_MAX, INT_MAX, INT_MIN
 __all__ = ["Hooks", "Tree", "decode_tree"]
 
 _DAY_US = 86_400_000_000
+_COMPARED_MAX = 2**18  # pairs of keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +167,15 @@ class _Decoder:
         if len(self.tree.problems) > found:
             raise _KnownError
         for key in keys:
-            fault = find_key_fault(key)
+            fault = _find_fault(key)
             if fault:
                 raise _BadValueError(f"{fault} cannot be a key")
+        if _meet_too_often(keys):
+            self.problem("limit_exceeded", "too many keys have one hash in Python")
+            raise _KnownError
         if len(set(keys)) < len(keys):
             self.problem("duplicate_key", "a key occurs twice")
-        elif ordered:
+        elif ordered and len(keys) > 1:
             encoded = [emit(raw) for raw in raws]
             if any(a >= b for a, b in zip(encoded, encoded[1:], strict=False)):
                 raise _BadValueError("keys are out of order")
@@ -285,6 +289,21 @@ class _Decoder:
             raise _BadValueError(fault)
         kind, anchor, *parts = items
         return PATH_CLASSES[kind](anchor + ("\\" if kind.endswith("windows") else "/").join(parts))
+
+
+def _find_fault(key: Any) -> str | None:
+    """Say what in a key forbids it, as `find_key_fault`; what is in a frozenset was checked."""
+    if type(key) is tuple:
+        return next((fault for fault in map(_find_fault, key) if fault), None)
+    return None if type(key) is frozenset else find_key_fault(key)
+
+
+def _meet_too_often(keys: list[Any]) -> bool:
+    """Whether a set of these keys would compare too many of them, chosen to have equal hashes."""
+    if len(keys) * (len(keys) - 1) // 2 <= _COMPARED_MAX or all(type(key) is str for key in keys):
+        return False
+    counts = Counter(map(hash, keys)).values()
+    return sum(count * (count - 1) // 2 for count in counts) > _COMPARED_MAX
 
 
 def _hints(attributes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

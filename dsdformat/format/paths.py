@@ -14,6 +14,8 @@ __all__ = ["Path", "emit_key", "emit_name", "render_path"]
 # Dict keys and indices that lead from the root to a leaf.
 Path = Sequence[Any]
 
+_STEP_MAX = 80  # characters in an error, of which there may be one for each value below a key
+
 
 def render_path(path: Path) -> str:
     """Render a path for an error: `$.model['layer.weight'][0]`."""
@@ -62,7 +64,7 @@ def _part(step: Any, encoded_key: Callable[[Any], bytes]) -> str:
 def _render_step(step: Any) -> str:
     if type(step) is int and INT_MIN <= step <= INT_MAX:
         return f"[{step}]"
-    if type(step) is str and step.isidentifier():
+    if type(step) is str and len(step) <= _STEP_MAX and step.isidentifier():
         return f".{step}"
     text = shorten(step)
-    return f"[{text if len(text) <= 80 else text[:79] + '…'}]"
+    return f"[{text if len(text) <= _STEP_MAX else text[: _STEP_MAX - 1] + '…'}]"

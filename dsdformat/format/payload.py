@@ -44,9 +44,19 @@ def chunk_key(path: Path, shape: Sequence[int], box: Box, codec: int) -> str:
     return emit_key(path, encoded_key) + emit_key_suffix(part, name)
 
 
-def header_json(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
-    """Return the JSON text of a header for chunks in storage order, without padding."""
+def header_json(
+    entries: Iterable[HeaderEntry], metadata: Mapping[str, str], *, most: int | None = None
+) -> bytes:
+    """Return the JSON text of a header for chunks in storage order, without padding.
+
+    Args:
+        entries: The chunks.
+        metadata: Free strings.
+        most: How long the text may be; of one that is longer, enough is returned to be longer
+            too. Each chunk of a tensor has its whole name in the header.
+    """
     parts = []
+    size = 0
     if metadata:
         pairs = (f"{_quoted(key)}:{_quoted(text)}" for key, text in sorted(metadata.items()))
         parts.append('"__metadata__":{' + ",".join(pairs) + "}")
@@ -60,6 +70,9 @@ def header_json(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> 
             f'{_quoted(key)}:{{"dtype":"{dtype}","shape":[{numbers}],"data_offsets":[{at},{end}]}}'
         )
         at = end
+        size += len(parts[-1])
+        if most is not None and size > most:
+            break
     return ("{" + ",".join(parts) + "}").encode()
 
 

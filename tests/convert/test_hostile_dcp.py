@@ -172,6 +172,7 @@ LIES: dict[str, tuple[Change, str]] = {
     "a-path-of-dots": (place(relative_path=".."), "foreign_path"),
     "an-absolute-path": (place(relative_path="/etc/passwd"), "foreign_path"),
     "a-path-with-nul": (place(relative_path="a\0b"), "foreign_path"),
+    "a-path-with-a-lone-surrogate": (place(relative_path="a\ud800"), "foreign_path"),
     "an-empty-path": (place(relative_path=""), "foreign_path"),
     "a-path-of-windows": (place(relative_path="c:\\x"), "foreign_path"),
     "a-path-that-is-none": (place(relative_path=5), "pickle_value"),

@@ -217,7 +217,7 @@ INDEXES: dict[str, tuple[dict[str, object], str]] = {
     "a-file-through-a-folder": ({"a": "a/../../one.safetensors"}, "foreign_path"),
     "a-file-of-windows": ({"a": "C:\\one"}, "foreign_path"),
     "a-file-with-nul": ({"a": "one\0"}, "foreign_path"),
-    "a-file-with-a-lone-surrogate": ({"a": "one\ud800"}, "foreign_path"),
+    "a-file-with-a-lone-surrogate": ({"a": "one\ud800"}, "header_malformed"),
     "a-file-without-a-name": ({"a": ""}, "foreign_path"),
     "the-folder-itself": ({"a": "."}, "foreign_path"),
     "a-file-that-is-a-number": ({"a": 5}, "index_malformed"),

@@ -70,6 +70,10 @@ BAD: dict[str, tuple[bytes, str]] = {
     "header-with-blanks-in-front": (framed(b" {}", b""), "header_malformed"),
     "header-that-is-a-list": (framed(b"[]"), "header_malformed"),
     "header-that-is-not-json": (framed(b"{x}"), "header_malformed"),
+    "header-with-a-lone-surrogate": (
+        framed(rb'{"__metadata__":{"a":"\ud800"}}'),
+        "header_malformed",
+    ),
     "header-that-is-not-utf-8": (framed(b'{"\xff": 1}'), "header_malformed"),
     "header-of-deep-lists": (
         framed(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),

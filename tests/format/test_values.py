@@ -529,3 +529,23 @@ def test_a_tensor_of_a_state_is_no_value_of_encode():
     source = TensorSource.of("uint8", (1,), b"a")
     with pytest.raises(UnsupportedValueError):
         encode({"a": source})
+
+
+def test_keys_that_are_chosen_to_have_one_hash_are_refused_soon():
+    """Python reduces integers by 2**61-1 to hash them: a set of these compares all pairs."""
+    keys = [encode((number + 100) * (2**61 - 1)) for number in range(5000)]
+    raw = ["set", *sorted(keys, key=emit)]
+    assert [one.code for one in decode_tree({"a": raw}).problems] == ["limit_exceeded"]
+
+
+def test_many_keys_of_few_hashes_are_accepted():
+    state = {"a": {1 << number: number for number in range(3000)}}
+    assert len({hash(key) for key in state["a"]}) == 61
+    assert decode_tree(encode(state)).root == state
+
+
+def test_sets_in_sets_are_looked_at_once():
+    value = frozenset(range(3000))
+    for _ in range(100):
+        value = frozenset([value])
+    assert decode_tree(encode({"a": {value}})).root == {"a": {value}}

@@ -16,12 +16,13 @@ import pytest
 from vectors import zstd
 from vectors.builder import build
 from vectors.declare import Checkpoint as Declared
-from vectors.declare import Head, Page, Section
+from vectors.declare import Chunk, DataFile, Head, Page, Section, Tensor
 from vectors.samples import compressed, one, two
 from vectors.wire import digest
 
 import dsdformat
 from dsdformat import Checkpoint, DsdError
+from dsdformat.errors import Problem
 from dsdformat.format.bodies import find_body_problems
 from dsdformat.storage.memory import MemoryStorage
 from dsdformat.verify import verify_storage
@@ -276,3 +277,31 @@ def test_a_mesh_of_a_long_shape_is_refused_without_multiplying_it_out():
     body = {"meshes": [{"axes": axes, "ranks": [], "shape": shape}]}
     problems = [problem.message for problem in find_body_problems(body)]
     assert "$.meshes[0]: axes, shape and ranks do not fit each other" in problems
+
+
+def test_a_header_is_not_derived_beyond_its_length(peak_nbytes):
+    """A long name is in the header once for each chunk: 15 MB of text for a file of 1 KiB."""
+    count = 500
+    tensor = Tensor("uint8", (count,), bytes(count), [Chunk((at,), (1,)) for at in range(count)])
+    file = DataFile(header=lambda _: struct.pack("<Q", 56) + b"{}".ljust(56))
+    files = build(Declared([tensor], {"a" * 30_000: ["tensor", 0]}, files=[file])).files
+    codes: list[str] = []
+
+    def verify() -> None:
+        codes.extend(one.code for one in verify_storage(MemoryStorage(files), threads=1).problems)
+
+    assert peak_nbytes(verify) < 2 * MIB
+    assert codes == ["header_mismatch"]
+
+
+def test_a_long_key_is_not_repeated_for_each_fault_below_it(peak_nbytes):
+    """One key of 100 KB above a thousand bad values: messages show its beginning."""
+    body = build(Declared([], {"a" * 100_000: ["list", *[["bogus"]] * 1000]})).files
+    problems: list[Problem] = []
+
+    def verify() -> None:
+        problems.extend(verify_storage(MemoryStorage(body), threads=1).problems)
+
+    assert peak_nbytes(verify) < 3 * MIB
+    assert len(problems) == 1000
+    assert max(len(problem.message) for problem in problems) < 400

@@ -3,7 +3,7 @@
     tools/fuzz run [--seconds N] [TARGET...]   go on from the corpus, a piece of each target in turn
     tools/fuzz smoke                           a fixed number of inputs of a fixed seed, as CI does
     tools/fuzz replay FILE...                  read inputs that were saved, and say what comes out
-    tools/fuzz totals                          how many inputs there were
+    tools/fuzz totals [--readme]               how many inputs there were; into README.md
 
 Say `.venv/bin/python tools/fuzz` for `tools/fuzz`.
 """
@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fuzz.engine import Finding, Run, attempt, limits
@@ -30,6 +30,8 @@ __all__ = ["feed_target", "main"]
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _STORE = _ROOT / ".fuzz"
+_README = Path(__file__).with_name("README.md")
+_BEGIN, _END = "<!-- totals -->", "<!-- /totals -->"
 SMOKE_SEED = 8
 
 
@@ -60,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.set_defaults(command=_replay)
     totals = commands.add_parser("totals", help="how many inputs there were")
     totals.add_argument("--folder", type=Path, default=_STORE)
+    totals.add_argument("--readme", action="store_true", help="into README.md too")
     totals.set_defaults(command=_totals)
     return parser
 
@@ -103,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
                 found += run_guided(target, store, seconds)
             else:
                 found += _run_piece(target, store, seconds, node)
-    _print_totals(store)
+    print(*_table(store), sep="\n")
     return 1 if found else 0
 
 
@@ -133,7 +136,7 @@ def _smoke(options: argparse.Namespace) -> int:
         if os.environ.get("CI") == "true":
             return 1
     # The longest first, and each in a process of its own: sets of strings have one order then.
-    targets.sort(key=lambda target: target.name in ("signatures", "codec", "npz"))
+    targets.sort(key=lambda target: not target.name.startswith(("folder", "manifest", "torch")))
     environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).parent), "smoke", "--here"]
 
@@ -189,18 +192,24 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _totals(options: argparse.Namespace) -> int:
-    _print_totals(Store(options.folder))
+    table = "\n".join(_table(Store(options.folder)))
+    print(table)
+    if options.readme:
+        before, rest = _README.read_text("utf-8").split(_BEGIN)
+        after = rest.split(_END)[1]
+        _README.write_text(f"{before}{_BEGIN}\n{table}\n{_END}{after}", "utf-8")
     return 0
 
 
-def _print_totals(store: Store) -> None:
+def _table(store: Store) -> Iterator[str]:
+    """Yield the lines of a table of how many inputs there were."""
     totals = store.totals()
-    print("| target | reads | inputs | of these by coverage | by both readers |")
-    print("|---|---|---|---|---|")
+    yield "| target | reads | inputs | of these by coverage | by both readers |"
+    yield "|---|---|---|---|---|"
     sums = [0, 0, 0]
     for target in TARGETS:
         row = totals.get(target.name, {})
         numbers = [row.get("inputs", 0), row.get("guided", 0), row.get("peer", 0)]
         sums = [a + b for a, b in zip(sums, numbers, strict=True)]
-        print(f"| {target.name} | {target.what} | " + " | ".join(f"{n:,}" for n in numbers) + " |")
-    print("| all | | " + " | ".join(f"{n:,}" for n in sums) + " |")
+        yield f"| {target.name} | {target.what} | " + " | ".join(f"{n:,}" for n in numbers) + " |"
+    yield "| all | | " + " | ".join(f"{n:,}" for n in sums) + " |"

@@ -12,6 +12,7 @@ import datetime
 import functools
 import io
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -29,7 +30,7 @@ from dsdformat.convert.files import MemoryBytes
 from dsdformat.convert.foreign import AnyTensor, state_of, walk_tree
 from dsdformat.convert.kinds import open_foreign
 from dsdformat.convert.npz import read_npz, verify_npz
-from dsdformat.convert.safetensors import read_safetensors, tied
+from dsdformat.convert.safetensors import SHARDING_KEY, read_safetensors, tied
 from dsdformat.convert.settling import settle
 from dsdformat.convert.torch_stream import is_torch_stream, read_torch_stream
 from dsdformat.convert.torch_zip import read_torch_archive
@@ -40,8 +41,11 @@ from dsdformat.writer import Writer
 from fuzz.archives import mutated_archive
 from fuzz.bytewise import NUMBERS, mutated
 from fuzz.pickles import mutated_pickle
+from fuzz.rules import BrokenRuleError
 
-__all__ = ["FORMATS", "Format"]
+__all__ = ["FORMATS", "SCRATCH", "Format", "check_library", "scratch_parent"]
+
+SCRATCH = "DSD_FUZZ_SCRATCH"
 
 _READ_NBYTES_MAX = MIB
 _WRITTEN_ONE_OF = 8  # inputs that are accepted, of which one is converted to a checkpoint of ours
@@ -89,9 +93,27 @@ def _use_settled(tree: Any, data: bytes) -> None:
 
 
 def read_safetensors_file(data: bytes) -> Codes:
-    """A safetensors file: its header and its tensors."""
+    """A safetensors file: its header and its tensors; one that holds chunks, as a folder too."""
     tree, metadata = read_safetensors(MemoryBytes(data))
-    return use(tied(tree, [metadata])[0], data)
+    if SHARDING_KEY in metadata:
+        folder = _scratch() / "shards"
+        (folder / "shard-1.safetensors").write_bytes(data)
+        with contextlib.suppress(DsdError):
+            _read_path(folder, data)
+    codes = use(tied(tree, [metadata])[0], data)
+    check_library(data)
+    return codes
+
+
+def check_library(data: bytes) -> None:
+    """What we accept, the library of safetensors accepts too."""
+    import safetensors
+
+    try:
+        safetensors.deserialize(data)
+    except safetensors.SafetensorError as error:
+        if "unknown variant" not in str(error):  # a type that the library does not have
+            raise BrokenRuleError(f"safetensors: {error}") from error
 
 
 def _open_file(data: bytes) -> None:
@@ -153,9 +175,10 @@ def _read_path(folder: Path, data: bytes) -> Codes:
 @functools.cache
 def _scratch() -> Path:
     """A folder of this process, in memory where the system has such."""
-    place = Path(tempfile.mkdtemp(prefix="dsd-fuzz-", dir=_memory_folder()))
+    place = Path(tempfile.mkdtemp(prefix="dsd-fuzz-", dir=scratch_parent()))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
-    (place / "single").mkdir()
+    for name in ("single", "shards"):
+        (place / name).mkdir()
     return place
 
 
@@ -177,8 +200,10 @@ def _model_folder() -> Path:
     return place
 
 
-def _memory_folder() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+def scratch_parent() -> str | None:
+    """Where the folder is made; a process that does not end by itself is told by SCRATCH."""
+    told = os.environ.get(SCRATCH)
+    return told or ("/dev/shm" if Path("/dev/shm").is_dir() else None)
 
 
 # Seeds

@@ -29,8 +29,13 @@ def can_guide() -> bool:
 
 def run_guided(target: Any, store: Store, seconds: float) -> int:
     """Run a target under atheris for a while; return how many findings there are."""
+    from fuzz.foreign import (  # not above: `main` instruments what it imports
+        SCRATCH,
+        scratch_parent,
+    )
+
     place = store.corpus_folder(target.name)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=scratch_parent()) as folder:
         report = Path(folder) / "report"
         command = [
             *(sys.executable, "-c", "from fuzz.guided import main; main()"),
@@ -39,7 +44,7 @@ def run_guided(target: Any, store: Store, seconds: float) -> int:
             *("-verbosity=0", f"-artifact_prefix={folder}/", "-timeout=30", "-rss_limit_mb=4096"),
         ]
         path = os.pathsep.join(str(Path(__file__).resolve().parents[up]) for up in (1, 2))
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", SCRATCH: folder}
         done = subprocess.run(command, env=environment, check=False, capture_output=True)
         lines = report.read_text().split() if report.exists() else ["0"]
     fed, found = int(lines[0]), len(lines) - 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +23,7 @@ _SCRIPT = Path(__file__).resolve().parent.parent / "reader_js" / "run_cases.mjs"
 _KINDS = {"manifest": b"M", "folder": b"F", "values": b"V", "codec": b"C"}
 _BATCH_NBYTES = 48 * 1024  # less than a pipe holds: writing never waits for reading
 _BATCH_INPUTS = 1000
+_SECONDS_MAX = 30.0  # for a batch
 _DECODERS = {"bad_compressed_data", "checksum_mismatch"}
 
 
@@ -105,10 +107,17 @@ class Peer:
     def _hear(self) -> None:
         pipe = self._process.stdout
         assert pipe is not None
+        watch = threading.Timer(_SECONDS_MAX, self._process.kill)
+        watch.start()
         for data, ours in self._sent:
             line = pipe.readline()
-            theirs = json.loads(line) if line else "the process has ended"
-            self._compare(data, ours, theirs)
+            if not line:  # killed, or out of memory: the rest of the batch is lost
+                self._find(data, "JavaScript: the process has ended, or took too long", "")
+                self._process.communicate()
+                self._process = self._start()
+                break
+            self._compare(data, ours, json.loads(line))
+        watch.cancel()
         self._sent = []
 
     def _compare(self, data: bytes, ours: tuple[str, ...], theirs: list[str] | str) -> None:

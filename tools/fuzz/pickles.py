@@ -25,6 +25,12 @@ _FRAME, _PROTO = 0x95, 0x80
 _CODES = (*OPCODES.values(), *REFUSED)
 
 
+def _doubled(times: int) -> bytes:
+    """A list of lists, each of which holds the one before twice."""
+    lists = [b"](h%ch%ceq%c" % (at, at, at + 1) for at in range(200, 200 + times)]
+    return b"(]q%c" % 200 + b"".join(lists) + b"l"
+
+
 @functools.cache
 def _words() -> tuple[bytes, ...]:
     """Opcodes with arguments that mean something to a reader."""
@@ -35,6 +41,7 @@ def _words() -> tuple[bytes, ...]:
     large = [b"\x8a\x09" + n.to_bytes(9, "little") for n in NUMBERS if n < 2**71]
     bare = [bytes([code]) for code in b")]}\x8f(tsubRQeaN\x88\x89\x81\x90\x91\x93\x94\x85\x86\x87."]
     texts = [b"X" + struct.pack("<I", len(t)) + t for t in (b"", b"storage", b"cpu", b"0", b"a/b")]
+    bare.append(_doubled(20))
     lines = [b"I01\n", b"I00\n", b"G" + bytes(8), b"cos\nsystem\n"]
     return (*names, *numbers, *large, *bare, *texts, *lines)
 

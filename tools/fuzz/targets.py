@@ -29,9 +29,10 @@ from fuzz import codecs, folders, foreign
 from fuzz.bytewise import mutated
 from fuzz.folders import Files, unpacked
 from fuzz.manifests import mutated_manifest
+from fuzz.rules import BrokenRuleError
 from fuzz.values import mutated_values, value_seeds
 
-__all__ = ["TARGETS", "BrokenRuleError", "Target", "choose_targets"]
+__all__ = ["TARGETS", "Target", "choose_targets"]
 
 READ_NBYTES_MAX = 4 * MIB  # a tensor that is longer is not read: files may declare terabytes
 _ENTRY = ("name", "path", "paths", "dtype", "shape", "nbytes", "placements", "chunks")
@@ -39,10 +40,6 @@ _ENTRY = ("name", "path", "paths", "dtype", "shape", "nbytes", "placements", "ch
 _ABSENT = frozenset({"missing_file"})
 
 Codes = tuple[str, ...]
-
-
-class BrokenRuleError(Exception):
-    """Two ways of reading one input do not agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +136,13 @@ def _attempt(call: Callable[[], Any], *, must: bool) -> Any:
 
 
 def _check_data_files(files: Files) -> None:
-    """What a verifier accepts has data files that a reader of safetensors accepts."""
+    """What a verifier accepts has data files that readers of safetensors accept."""
     with Checkpoint(MemoryStorage(files), threads=1) as checkpoint:
         labels = list(checkpoint.data_files)
     for label in labels:
         if len(files[label]) > 8 and files[label][8:9] == b"{":
             read_header(MemoryBytes(files[label], label))
+            foreign.check_library(files[label])
 
 
 def read_values(data: bytes) -> Codes:

@@ -98,7 +98,9 @@ def changed_value(value: Any, rng: random.Random, donor: Any = None) -> Any:
         source, at = rng.choice(_places(donor) or places)
         holder[step] = _copied(source[at])
     elif kind < 0.6:
-        holder[step] = rng.choice(([part], {"a": part}, ["list", part], [rng.choice(_TAGS), part]))
+        for _ in range(rng.choice((1, 1, 1, 1, 1, 1, 1, 60))):
+            part = rng.choice(([part], {"a": part}, ["tuple", part], [rng.choice(_TAGS), part]))
+        holder[step] = part
     elif kind < 0.75:
         del holder[step]
     else:
@@ -114,7 +116,9 @@ def _put(holder: Any, step: Any, rng: random.Random) -> None:
         return
     kind = rng.random()
     if kind < 0.35:
-        holder.insert(step, _copied(holder[step]))
+        count = rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 1, 3000))
+        if count == 1 or not isinstance(holder[step], (list, dict)):
+            holder[step:step] = [_copied(holder[step]) for _ in range(count)]
     elif kind < 0.65:
         other = int(rng.random() * len(holder))
         holder[step], holder[other] = holder[other], holder[step]

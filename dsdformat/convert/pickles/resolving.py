@@ -16,7 +16,12 @@ from dsdformat.convert.pickles.keys import ValueFault, checked_key, distinct
 from dsdformat.convert.pickles.nodes import ABSENT, ATOMS, Call, Elements, Global, Pairs, Stored
 from dsdformat.errors import ConvertError, printable
 from dsdformat.garbage import paused_gc
-from dsdformat.limits import PICKLE_DEPTH_MAX, PICKLE_NODES_MAX
+from dsdformat.limits import (
+    PICKLE_DEPTH_MAX,
+    PICKLE_NODES_FREE,
+    PICKLE_NODES_MAX,
+    PICKLE_SHARED_MAX,
+)
 
 _FLAT_MAX = 8
 
@@ -134,6 +139,7 @@ class _Resolver:
         self.where = where
         self.done: dict[int, Any] = {}
         self.sizes: dict[int, int] = {}  # values within, shared ones as often as they are met
+        self.parts = 0  # the same, shared ones once
         self.open: dict[int, int] = {}  # from the root down to the node at hand: how deep
         self.unread: list[int] = []  # of these, those that are no known call
 
@@ -193,9 +199,10 @@ class _Resolver:
             raise self.fault("pickle_cycle", f"{_describe(node)} contains itself")
 
     def _finish(self, node: Any) -> None:
-        sizes = self.sizes
-        size = 1 + sum(sizes.get(id(child), 1) for child in _children(node))
-        if size > PICKLE_NODES_MAX:
+        sizes, children = self.sizes, _children(node)
+        size = 1 + sum(sizes.get(id(child), 1) for child in children)
+        self.parts += 1 + len(children)
+        if size > min(PICKLE_NODES_MAX, max(PICKLE_NODES_FREE, PICKLE_SHARED_MAX * self.parts)):
             raise self.fault("foreign_too_large", "shared objects unfold to too many values")
         sizes[id(node)] = size
         try:

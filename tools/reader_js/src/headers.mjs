@@ -17,8 +17,10 @@ export function chunksByFile(columns, fileCount, order) {
  * @returns {Uint8Array|null} null if the text does not fit into `header_nbytes`
  */
 export function deriveHeader(file, chunks, columns, extents, paths) {
-  const text = utf8(headerText(file, chunks, columns, extents, paths));
   const headerNbytes = file.get('header_nbytes');
+  const members = headerMembers(file, chunks, columns, extents, paths);
+  if (members === null) return null;
+  const text = utf8(`{${members.join(',')}}`);
   if (BigInt(text.length) + 8n > headerNbytes) return null;
   const bytes = new Uint8Array(8 + text.length);
   new DataView(bytes.buffer).setBigUint64(0, headerNbytes - 8n, true);
@@ -29,14 +31,21 @@ export function deriveHeader(file, chunks, columns, extents, paths) {
 // JSON.stringify escapes just what section 10 says, as our strings hold no lone surrogates.
 const quote = (text) => JSON.stringify(text);
 
-function headerText(file, chunks, columns, extents, paths) {
+// Null if they are too long. That is seen before all are there: each chunk of a tensor has its whole name.
+function headerMembers(file, chunks, columns, extents, paths) {
   const members = [];
   const metadata = [...file.get('metadata')].sort(([a], [b]) => compareText(a, b));
   if (metadata.length > 0) {
     members.push(`"__metadata__":{${metadata.map(([key, value]) => `${quote(key)}:${quote(value)}`).join(',')}}`);
   }
-  for (const c of chunks) members.push(chunkMember(file, c, columns, extents[c], paths));
-  return `{${members.join(',')}}`;
+  let room = Number(file.get('header_nbytes'));
+  for (const c of chunks) {
+    const member = chunkMember(file, c, columns, extents[c], paths);
+    room -= member.length;
+    if (room < 0) return null;
+    members.push(member);
+  }
+  return members;
 }
 
 function chunkMember(file, c, columns, extent, paths) {

@@ -171,7 +171,7 @@ function isKeyValue(value) {
 
 // A key that was met is a repeated one, also when others lie between.
 function checkKeys(parser, plainKeys, keys, isSorted) {
-  if (keys.includes(INVALID)) return;
+  if (keys.length < 2 || keys.includes(INVALID)) return; // One key has no like, however deep it is.
   if (new Set(keys.map(identityOf)).size < keys.length) {
     parser.fail('duplicate_key', 'two keys are equal');
     return;
