@@ -175,16 +175,17 @@ def test_a_rank_that_is_slow_is_waited_for():
 
 
 class Quota:
-    """A disk of which this process may fill so many bytes more."""
+    """A disk of which this process may fill so many bytes more; what is filled can be rewritten."""
 
     def __init__(self, nbytes: int) -> None:
         self.left, self.pwritev = nbytes, os.pwritev
 
     def __call__(self, fd: int, pieces: Any, byte_offset: int) -> int:
-        data = b"".join(pieces)[: self.left]
+        filled = max(os.fstat(fd).st_size - byte_offset, 0)
+        data = b"".join(pieces)[: filled + self.left]
         if not data:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        self.left -= len(data)
+        self.left -= max(len(data) - filled, 0)
         return self.pwritev(fd, [data], byte_offset)
 
 
