@@ -175,17 +175,18 @@ def test_a_rank_that_is_slow_is_waited_for():
 
 
 class Quota:
-    """A disk of which this process may fill so many bytes more; what is filled can be rewritten."""
+    """A disk of which this process may fill so many bytes more; a word has its room already."""
 
     def __init__(self, nbytes: int) -> None:
         self.left, self.pwritev = nbytes, os.pwritev
 
     def __call__(self, fd: int, pieces: Any, byte_offset: int) -> int:
-        filled = max(os.fstat(fd).st_size - byte_offset, 0)
-        data = b"".join(pieces)[: filled + self.left]
+        if "/draft-" in os.readlink(f"/proc/self/fd/{fd}"):
+            return self.pwritev(fd, pieces, byte_offset)
+        data = b"".join(pieces)[: self.left]
         if not data:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        self.left -= max(len(data) - filled, 0)
+        self.left -= len(data)
         return self.pwritev(fd, [data], byte_offset)
 
 
