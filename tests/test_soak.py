@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +40,16 @@ def test_saves_and_loads_leak_neither_memory_nor_descriptors_nor_threads(tmp_pat
     figures = soak.run_leaks(tmp_path, rounds=60, warm=20)
     assert figures["faults"] == []
     assert (figures["descriptors"], figures["threads"]) == (0, 0)
+
+
+def test_a_leak_would_be_seen(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(
+        soak, "round_of", lambda path: lambda: kept.extend(bytes(99) for _ in "abcde")
+    )
+    (fault,) = soak.run_leaks(tmp_path, rounds=60, warm=1)["faults"]
+    assert 150 <= int(fault.split()[0]) < 180
+    assert "blocks more in the second half" in fault
 
 
 def test_the_run_with_many_names_finds_the_checkpoint(tmp_path):
@@ -108,6 +120,38 @@ def test_what_is_no_complete_checkpoint_is_passed_over(saved):
     assert dsdformat.latest(folder) == folder / "step-2"
     manifest.write_bytes(manifest.read_bytes()[:-1])  # a copy that is under way
     assert dsdformat.latest(folder) == folder / "step-1"
+
+
+def test_latest_opens_and_looks_at_as_much_among_many_names_as_among_few(saved, monkeypatch):
+    """All of it that grows is one listing, in which the kind of each name is told."""
+    folder = saved("step-1", "step-20", "step-100")
+
+    def calls() -> Counter[str]:
+        found = Counter[str]()
+        with monkeypatch.context() as patch:
+            for name in ("open", "stat", "lstat", "scandir", "listdir"):
+                real = getattr(os, name)
+
+                def counted(*args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
+                    found[name] += 1
+                    return real(*args, **options)
+
+                patch.setattr(os, name, counted)
+                if name in ("open", "stat"):
+                    patch.setattr(os, "supports_dir_fd", {*os.supports_dir_fd, counted})
+            assert dsdformat.latest(folder) == folder / "step-100"
+        return found
+
+    few = calls()
+    for number in range(3000):
+        (folder / f"log-{number}.txt").touch()
+    for number in range(300):
+        (folder / f".hidden-{number}").mkdir()
+        (folder / f"notes-{number}-of-a-run").touch()
+    assert calls() == few
+    assert (few["scandir"], few["listdir"]) == (1, 0)
+    assert few["open"] == 2  # its folder, and its manifest
+    assert sum(few.values()) < 10
 
 
 def test_a_latest_that_is_damaged_is_an_error_and_never_an_older_one(saved):

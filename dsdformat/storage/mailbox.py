@@ -26,6 +26,7 @@ from dsdformat.storage.target import FileSink, locks, make_partial
 __all__ = ["Mailbox"]
 
 _WORD, _ALIVE = "word-", "alive-"
+_RESERVED_NBYTES = 4096
 
 
 class Mailbox:
@@ -43,8 +44,10 @@ class Mailbox:
         try:
             with storage_errors(folder):
                 self._locks.append(_be_alive(folder / f"{_ALIVE}{rank}"))
+                # Room for a word that tells of a full disk.
+                _write(folder / f"draft-{rank}", bytes(_RESERVED_NBYTES))
         except BaseException:
-            self._unlock()
+            self.close()
             raise
 
     @classmethod
@@ -57,11 +60,7 @@ class Mailbox:
         real = Path(os.path.realpath(path))
         with storage_errors(real):
             folder, lock = make_partial(real)
-        try:
-            return cls(folder, 0, lock)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        return cls(folder, 0, lock)
 
     @classmethod
     def join(cls, folder: str, rank: int) -> Mailbox:
@@ -81,12 +80,7 @@ class Mailbox:
         place = self.folder / f"{_WORD}{self._rank}"
         with storage_errors(place):
             draft = place.with_name(f"draft-{self._rank}")
-            draft.unlink(missing_ok=True)  # of a word that could not be left
-            sink = FileSink(draft)
-            try:
-                sink.write_at(0, [word])
-            finally:
-                sink.discard()
+            _write(draft, word)
             os.replace(draft, place)
 
     def words(self) -> set[int]:
@@ -156,6 +150,16 @@ class Mailbox:
         while self._locks:
             with contextlib.suppress(OSError):
                 os.close(self._locks.pop())
+
+
+def _write(place: Path, data: bytes) -> None:
+    """Write a file, over the one that may be there, so that a short one takes no more room."""
+    sink = FileSink(place, new=not place.exists())
+    try:
+        sink.write_at(0, [data])
+        sink.resize(len(data))
+    finally:
+        sink.discard()
 
 
 def _be_alive(place: Path) -> int:

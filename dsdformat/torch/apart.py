@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from dsdformat.errors import ArgumentError
+from dsdformat.errors import ArgumentError, StorageError
 from dsdformat.format.packing import emit
 from dsdformat.format.values import encode
 from dsdformat.storage.mailbox import Mailbox
@@ -116,7 +116,13 @@ def _follow(save: Unfinished, mailbox: Mailbox, limit: Limit) -> str:
         word = _PART + save.write_part()
     except Exception as caught:
         error, word = caught, _FAILED + emit(encode(error_row(caught)))
-    mailbox.leave(word)
+    try:
+        mailbox.leave(word)
+    except StorageError as full:
+        if error is not None:
+            raise
+        error = full
+        mailbox.leave(_FAILED + emit(encode(error_row(full))))  # for which there is room
     # Longer than rank 0 waits, so that its verdict comes first.
     verdict = _heard(mailbox, [0], limit, factor=1.25)[0]
     if verdict[:1] == _ROOT:

@@ -181,7 +181,8 @@ def load(  # noqa: PLR0913
         FormatError: the checkpoint is damaged, or not signed; see `dsdformat.open`. After
             `checksum_mismatch`, tensors of the state may hold part of what was read.
         DistributedError: `rank_failed`, on every rank, with the cause of each rank that failed.
-            `ranks_absent`: a rank has ended, or makes another call, as far as the group can tell.
+            `ranks_absent`: a rank has ended, hangs, or makes another call, as far as the group can
+            tell; `failures` has those of which nothing is heard.
         RankDisagreementError: `ranks_disagree`: ranks load different checkpoints, or disagree
             about `share_reads`.
 

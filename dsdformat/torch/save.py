@@ -110,7 +110,8 @@ def save(
         StorageError: `already_exists`, or the medium failed; the target is as it was.
         RankDisagreementError: `ranks_disagree`: values, counters or replicas differ between ranks.
         DistributedError: `rank_failed`, on every rank, with the cause of each rank that failed.
-            `ranks_absent`: a rank has ended, or makes another call, as far as the group can tell.
+            `ranks_absent`: a rank has ended, hangs, or makes another call, as far as the group can
+            tell; `failures` has those of which nothing is heard.
 
     Ranks: collective over the group; rank 0 of it commits. All see the folder.
     Memory: two blocks per thread; none for packed tensors in host memory. In the background, the

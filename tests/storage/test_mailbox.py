@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -128,3 +129,28 @@ def test_a_mailbox_that_is_gone_is_an_error_to_join_and_empty_to_read(tmp_path: 
         Mailbox.join(folder, 1)
     assert (first.words(), first.word(0), first.is_alive(0)) == (set(), None, False)
     first.close()
+
+
+def test_a_word_of_a_full_disk_goes_where_there_was_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = Mailbox.begin(tmp_path / "c")
+    real = os.pwritev
+
+    def full(fd: int, pieces: list[memoryview], byte_offset: int) -> int:
+        """Take what lies in room that is taken, and no byte more."""
+        room = max(os.fstat(fd).st_size - byte_offset, 0)
+        data = b"".join(pieces)[:room]
+        if not data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, [memoryview(data)], byte_offset)
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(StorageError) as error:
+        box.leave(bytes(5000))
+    assert error.value.errno == errno.ENOSPC
+    assert box.words() == set()
+    box.leave(b"full")
+    assert box.word(0) == b"full"
+    box.close()
+    assert os.listdir(tmp_path) == []
