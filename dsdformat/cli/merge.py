@@ -65,7 +65,9 @@ def merge(
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(open_source(ckpt, unknown, pubkey=pubkey)) for ckpt in ckpts]
         Writing(ctx.obj, dst, overwrite, dry_run, json).write(
-            *(merge_trees([source.tree for source in sources]), "merging", *sources),
+            merge_trees([source.tree for source in sources]),
+            "merging",
+            *sources,
             user={} if no_user else united_user(sources),
             fields={"sources": [str(ckpt) for ckpt in ckpts]},
         )
