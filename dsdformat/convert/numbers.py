@@ -50,11 +50,11 @@ class Readable(Protocol):
 
 
 def find_numpy() -> Any:
-    """Return numpy, or None where it, or ml_dtypes, is not installed."""
+    """Return numpy, or None where it, or ml_dtypes, cannot be imported."""
     try:
         import ml_dtypes  # noqa: F401
         import numpy as np
-    except ModuleNotFoundError:
+    except ImportError:
         return None
     return np
 
