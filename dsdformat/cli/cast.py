@@ -7,17 +7,19 @@ from typing import Annotated
 import typer
 
 from dsdformat.cli.choice import names_in, typed_globs
-from dsdformat.cli.opening import open_source, tell_findings
+from dsdformat.cli.opening import open_source
 from dsdformat.cli.options import (
     Destination,
+    Digest,
     DryRun,
     Json,
     Overwrite,
+    Pubkey,
     Source,
     UnknownOption,
 )
 from dsdformat.cli.render import Output, format_count
-from dsdformat.cli.rewritten import print_written, rewrite, written_json
+from dsdformat.cli.rewritten import Writing
 from dsdformat.convert import cast as cast_tree
 
 __all__ = ["HELP", "cast"]
@@ -50,7 +52,7 @@ Examples:
 _SHOWN = 5
 
 
-def cast(
+def cast(  # noqa: PLR0913, PLR0917  the options of a command are its parameters
     ctx: typer.Context,
     ckpt: Source,
     dst: Destination,
@@ -64,32 +66,33 @@ def cast(
     lossy: Annotated[
         bool, typer.Option("--lossy", help="Let integers become other numbers.")
     ] = False,
+    digest: Digest = None,
+    pubkey: Pubkey = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     unknown: UnknownOption = "refuse",
     json: Json = False,
 ) -> None:
     """Write a checkpoint with tensors in another dtype."""
-    out: Output = ctx.obj
-    with open_source(ckpt, unknown) as source:
+    writing = Writing(ctx.obj, dst, overwrite, dry_run, json)
+    with open_source(ckpt, unknown, digest=digest, pubkey=pubkey) as source:
         globs = typed_globs(select, names_in(source.tree)) if select else None
         found = cast_tree(source.tree, dtype, select=globs, lossy=lossy)
-        done = rewrite(
-            out, found.tree, dst, "casting", like=source, overwrite=overwrite, dry_run=dry_run
+        rows = (
+            {"name": name, "from": old, "overflows": found.overflows.get(name, 0)}
+            for name, old in found.dtypes.items()
         )
-        tell_findings(out, source)
+        cast_count = format_count(len(found.dtypes), "tensor")
+        writing.write(
+            *(found.tree, "casting", source),
+            fields={"source": str(ckpt), "dtype": dtype, "cast": rows},
+            more={"cast": f"{cast_count} to {dtype}"},
+        )
         if json:
-            rows = (
-                {"name": name, "from": old, "overflows": found.overflows.get(name, 0)}
-                for name, old in found.dtypes.items()
-            )
-            fields = {"source": str(ckpt), **written_json(dst, done), "dtype": dtype}
-            out.document({**fields, "cast": rows})
             return
+        out: Output = ctx.obj
         if not found.dtypes:
             out.note(f"nothing was cast: what was asked for is {dtype}, or kept by an optimizer")
-        cast_count = format_count(len(found.dtypes), "tensor")
-        print_written(out, dst, done, found.tree, {"cast": f"{cast_count} to {dtype}"})
         for name, count in list(found.overflows.items())[:_SHOWN]:
             out.note(f"{name}: {format_count(count, 'element')} too large for {dtype}")
         if len(found.overflows) > _SHOWN:

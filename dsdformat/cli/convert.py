@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from dsdformat.cli.options import Json
+from dsdformat.cli.options import Digest, Json, Overwrite, Pubkey
 from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import Output, format_count, format_size
 from dsdformat.convert import OUTPUTS, Converted
@@ -117,9 +117,9 @@ def convert(  # noqa: PLR0913, PLR0917  the options of a command are its paramet
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare the source with its checksums first.")
     ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace DST, once the new one is complete.")
-    ] = False,
+    digest: Digest = None,
+    pubkey: Pubkey = None,
+    overwrite: Overwrite = False,
     json: Json = False,
 ) -> int:
     """Convert, and print what was written."""
@@ -144,6 +144,8 @@ def convert(  # noqa: PLR0913, PLR0917  the options of a command are its paramet
             unknown=unknown,
             with_side_files=with_side_files,
             verify=verify,
+            digest=digest,
+            pubkey=pubkey,
             progress=progress,
             **options,
         )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 import dsdformat
 from dsdformat import ArgumentError
 from dsdformat.cli.opening import is_ours
-from dsdformat.cli.options import Ckpt, Destination, Json, Overwrite
+from dsdformat.cli.options import Ckpt, Destination, Digest, Json, Overwrite, Pubkey
 from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import Output, format_size
 from dsdformat.convert import copy
@@ -29,6 +28,7 @@ Damage is told with its place, and then nothing is made.
 Examples:
   dsd cp step-1000 /backup/step-1000
   dsd cp step-1000 copy --digest "$(cat step-1000.root)"
+  dsd cp step-1000 copy --pubkey key.pub
 
 \b
 --json prints an object with
@@ -43,9 +43,8 @@ def cp(
     ctx: typer.Context,
     src: Ckpt,
     dst: Destination,
-    digest: Annotated[
-        str | None, typer.Option(metavar="HEX", help="The root digest that it must have.")
-    ] = None,
+    digest: Digest = None,
+    pubkey: Pubkey = None,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
@@ -54,7 +53,7 @@ def cp(
     began = time.perf_counter()
     _check_ours(src)
     with progress_bar(out, "copying") as progress:
-        root = copy(src, dst, digest=digest, overwrite=overwrite, progress=progress)
+        root = copy(src, dst, digest=digest, pubkey=pubkey, overwrite=overwrite, progress=progress)
     with dsdformat.open(dst) as checkpoint:
         lengths = [*checkpoint.data_files.values(), *checkpoint.side_files.values()]
         nbytes, files = sum(lengths) + checkpoint.manifest_nbytes, len(lengths) + 1

@@ -7,17 +7,18 @@ from typing import Annotated
 import typer
 
 from dsdformat.cli.choice import names_in, typed_globs
-from dsdformat.cli.opening import open_source, tell_findings
+from dsdformat.cli.opening import open_source
 from dsdformat.cli.options import (
     Destination,
+    Digest,
     DryRun,
     Json,
     Overwrite,
+    Pubkey,
     Source,
     UnknownOption,
 )
-from dsdformat.cli.render import Output
-from dsdformat.cli.rewritten import print_written, rewrite, written_json
+from dsdformat.cli.rewritten import Writing
 from dsdformat.convert import extract as extract_tree
 
 __all__ = ["HELP", "extract"]
@@ -49,20 +50,15 @@ def extract(
     select: Annotated[
         list[str], typer.Option(metavar="GLOB", help="What to take, by name. May be repeated.")
     ],
+    digest: Digest = None,
+    pubkey: Pubkey = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     unknown: UnknownOption = "refuse",
     json: Json = False,
 ) -> None:
     """Write a part of a checkpoint."""
-    out: Output = ctx.obj
-    with open_source(ckpt, unknown) as source:
+    writing = Writing(ctx.obj, dst, overwrite, dry_run, json)
+    with open_source(ckpt, unknown, digest=digest, pubkey=pubkey) as source:
         tree = extract_tree(source.tree, typed_globs(select, names_in(source.tree)))
-        done = rewrite(
-            out, tree, dst, "extracting", like=source, overwrite=overwrite, dry_run=dry_run
-        )
-        tell_findings(out, source)
-        if json:
-            out.document({"source": str(ckpt), **written_json(dst, done)})
-        else:
-            print_written(out, dst, done, tree)
+        writing.write(tree, "extracting", source, fields={"source": str(ckpt)})

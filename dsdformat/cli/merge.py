@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 
 from dsdformat import ArgumentError
-from dsdformat.cli.opening import open_source, tell_findings
-from dsdformat.cli.options import DryRun, Json, Overwrite, UnknownOption
-from dsdformat.cli.render import Output
-from dsdformat.cli.rewritten import print_written, rewrite, written_json
+from dsdformat.cli.opening import open_source
+from dsdformat.cli.options import DryRun, Json, Overwrite, Pubkey, UnknownOption
+from dsdformat.cli.rewritten import Writing
 from dsdformat.convert import merge as merge_trees
 from dsdformat.convert import united_user
 
@@ -51,33 +50,24 @@ def merge(
     no_user: Annotated[
         bool, typer.Option("--no-user", help="Leave user metadata out, where it differs.")
     ] = False,
+    pubkey: Pubkey = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     unknown: UnknownOption = "refuse",
     json: Json = False,
 ) -> None:
     """Write several checkpoints as one."""
-    out: Output = ctx.obj
     *ckpts, dst = paths
     if len(ckpts) < 2:
         raise ArgumentError(
             "merge takes two checkpoints or more, and the folder to make", code="bad_argument"
         )
     with contextlib.ExitStack() as stack:
-        sources = [stack.enter_context(open_source(ckpt, unknown)) for ckpt in ckpts]
-        tree = merge_trees([source.tree for source in sources])
-        done = rewrite(
-            out,
-            tree,
-            dst,
+        sources = [stack.enter_context(open_source(ckpt, unknown, pubkey=pubkey)) for ckpt in ckpts]
+        Writing(ctx.obj, dst, overwrite, dry_run, json).write(
+            merge_trees([source.tree for source in sources]),
             "merging",
-            like=None,
+            *sources,
             user={} if no_user else united_user(sources),
-            overwrite=overwrite,
-            dry_run=dry_run,
+            fields={"sources": [str(ckpt) for ckpt in ckpts]},
         )
-        tell_findings(out, *sources)
-        if json:
-            out.document({"sources": [str(ckpt) for ckpt in ckpts], **written_json(dst, done)})
-        else:
-            print_written(out, dst, done, tree)

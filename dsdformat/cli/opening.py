@@ -37,16 +37,23 @@ def is_ours(path: Path) -> bool:
         raise
 
 
-def open_source(path: Path, unknown: Unknown = "record") -> Foreign:
-    """Open a checkpoint of any kind.
+def open_source(
+    path: Path,
+    unknown: Unknown = "record",
+    *,
+    digest: str | None = None,
+    pubkey: str | None = None,
+) -> Foreign:
+    """Open a checkpoint of any kind; if asked for, one of ours of a digest, or signed by a key.
 
     Raises:
+        ArgumentError: a digest or a signature is asked of a foreign file.
         ConvertError: a foreign file is malformed, or of a kind that is not read.
         FormatError: a checkpoint of ours is damaged, or there is none.
     """
     if is_ours(path) and not os.path.lexists(path / MANIFEST_LABEL):
         dsdformat.open(path).close()  # raises what is wrong
-    return open_any(path, unknown=unknown)
+    return open_any(path, unknown=unknown, digest=digest, pubkey=pubkey)
 
 
 def tell_findings(out: Output, *sources: Foreign) -> None:

@@ -10,7 +10,18 @@ import typer
 from dsdformat import FORMAT_VERSION, __version__
 from dsdformat.cli.opening import Unknown
 
-__all__ = ["Ckpt", "Destination", "DryRun", "Json", "Overwrite", "Source", "UnknownOption", "dsd"]
+__all__ = [
+    "Ckpt",
+    "Destination",
+    "Digest",
+    "DryRun",
+    "Json",
+    "Overwrite",
+    "Pubkey",
+    "Source",
+    "UnknownOption",
+    "dsd",
+]
 
 Ckpt = Annotated[
     Path, typer.Argument(metavar="CKPT", help="The checkpoint's folder.", show_default=False)
@@ -28,6 +39,13 @@ Overwrite = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and end.")]
 UnknownOption = Annotated[
     Unknown, typer.Option(help="What to do with objects of classes that are not known.")
+]
+Digest = Annotated[
+    str | None, typer.Option(metavar="HEX", help="The root digest that it must have.")
+]
+Pubkey = Annotated[
+    str | None,
+    typer.Option(metavar="KEY", help="A key that must have signed it: a PEM file, or hex."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 

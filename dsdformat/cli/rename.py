@@ -10,17 +10,19 @@ import typer
 
 from dsdformat import ArgumentError, EntryNotFoundError
 from dsdformat.cli.escapes import unescape
-from dsdformat.cli.opening import open_source, tell_findings
+from dsdformat.cli.opening import open_source
 from dsdformat.cli.options import (
     Destination,
+    Digest,
     DryRun,
     Json,
     Overwrite,
+    Pubkey,
     Source,
     UnknownOption,
 )
-from dsdformat.cli.render import Output, format_count
-from dsdformat.cli.rewritten import print_written, rewrite, written_json
+from dsdformat.cli.render import format_count
+from dsdformat.cli.rewritten import Writing
 from dsdformat.convert import rename as rename_tree
 from dsdformat.convert import rename_rules
 from dsdformat.convert.foreign import rooted
@@ -62,29 +64,27 @@ def rename(
         list[str],
         typer.Option("--map", metavar="OLD=NEW", help="Or a JSON file. May be repeated."),
     ],
+    digest: Digest = None,
+    pubkey: Pubkey = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     unknown: UnknownOption = "refuse",
     json: Json = False,
 ) -> None:
     """Write a checkpoint with other names."""
-    out: Output = ctx.obj
+    writing = Writing(ctx.obj, dst, overwrite, dry_run, json)
     rules = _read_rules(map_)
-    with open_source(ckpt, unknown) as source:
+    with open_source(ckpt, unknown, digest=digest, pubkey=pubkey) as source:
         new_name = _rules_of(source.tree, rules)
         tree = rename_tree(source.tree, new_name)
         names = entry_names(rooted(source.tree))
         renamed = [(old, new) for old in names if (new := new_name(old)) != old]
-        done = rewrite(
-            out, tree, dst, "renaming", like=source, overwrite=overwrite, dry_run=dry_run
+        pairs = [{"old": old, "new": new} for old, new in renamed]
+        writing.write(
+            *(tree, "renaming", source),
+            fields={"source": str(ckpt), "renamed": pairs},
+            more={"renamed": format_count(len(renamed), "entry", "entries")},
         )
-        tell_findings(out, source)
-        if json:
-            pairs = [{"old": old, "new": new} for old, new in renamed]
-            out.document({"source": str(ckpt), **written_json(dst, done), "renamed": pairs})
-        else:
-            more = {"renamed": format_count(len(renamed), "entry", "entries")}
-            print_written(out, dst, done, tree, more)
 
 
 def _rules_of(tree: Any, rules: dict[str, str]) -> Any:

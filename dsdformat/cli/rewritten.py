@@ -1,14 +1,15 @@
-"""What the commands that write have in common: the writing, and what is said of it."""
+"""What the commands that write a tree anew have in common: the writing, and what is said of it."""
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsdformat.cli.opening import tell_findings
 from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import Column, Output, format_size
 from dsdformat.convert import AnyTensor, Foreign, write
@@ -16,7 +17,7 @@ from dsdformat.convert.content import tensors_of
 from dsdformat.convert.foreign import walk_tree
 from dsdformat.renaming import display
 
-__all__ = ["Rewritten", "print_written", "rewrite", "written_json"]
+__all__ = ["Writing"]
 
 _COLUMNS = (
     Column("name", flexible=True),
@@ -27,50 +28,79 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Rewritten:
-    """What was written, or would be.
+class Writing:
+    """What such a command was asked for.
 
     Attributes:
-        root: The root digest; None if nothing was written.
-        tensors, nbytes: How many tensors, and the length of their data; tied ones count once.
-        seconds: That it took.
+        out: Where is told what was written.
+        dst: The folder to make.
+        overwrite, dry_run, json: The options.
     """
 
-    root: str | None
-    tensors: int
-    nbytes: int
-    seconds: float
+    out: Output
+    dst: Path
+    overwrite: bool
+    dry_run: bool
+    json: bool
 
+    def write(
+        self,
+        tree: Any,
+        doing: str,
+        *sources: Foreign,
+        user: Mapping[str, str] | None = None,
+        fields: Mapping[str, Any] | None = None,
+        more: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write a tree, with a bar while that lasts, and tell of it; in a dry run, only tell.
 
-def rewrite(
-    out: Output,
-    tree: Any,
-    dst: Path,
-    doing: str,
-    *,
-    like: Foreign | None,
-    overwrite: bool,
-    dry_run: bool,
-    user: Mapping[str, str] | None = None,
-) -> Rewritten:
-    """Write a tree, with a bar while that lasts; or only count, in a dry run."""
-    began = time.perf_counter()
-    tensors = tensors_of(tree)
-    root = None
-    if not dry_run:
-        with progress_bar(out, doing) as progress:
-            root = write(tree, dst, like=like, user=user, overwrite=overwrite, progress=progress)
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    return Rewritten(root, len(tensors), nbytes, time.perf_counter() - began)
+        Args:
+            tree: What is written.
+            doing: What the bar says.
+            sources: What it came from, open. What one alone has beside its tree is kept.
+            user: User metadata, in place of that.
+            fields: What programs are told too.
+            more: What people are told too.
+        """
+        began = time.perf_counter()
+        tensors = tensors_of(tree)
+        root = None if self.dry_run else self._written(tree, doing, sources, user)
+        tell_findings(self.out, *sources)
+        nbytes, seconds = sum(tensor.nbytes for tensor in tensors), time.perf_counter() - began
+        if self.json:
+            document = {
+                "destination": str(self.dst),
+                "root": root,
+                "tensors": len(tensors),
+                "nbytes": nbytes,
+                "seconds": round(seconds, 3),
+            }
+            self.out.document({**document, **(fields or {})})
+        elif root is None:
+            self._print_planned(tree)
+        else:
+            rate = format_size(int(nbytes / max(seconds, 1e-9)))
+            size = f"{format_size(nbytes)} in {seconds:.1f} s, {rate}/s"
+            pairs = [("root", root), ("tensors", f"{len(tensors):,}"), ("size", size)]
+            self.out.title(str(self.dst))
+            self.out.pairs([*pairs, *(more or {}).items()])
 
+    def _written(
+        self, tree: Any, doing: str, sources: Sequence[Foreign], user: Mapping[str, str] | None
+    ) -> str:
+        like = sources[0] if len(sources) == 1 else None
+        with progress_bar(self.out, doing) as progress:
+            return write(
+                *(tree, self.dst),
+                like=like,
+                user=user,
+                overwrite=self.overwrite,
+                progress=progress,
+            )
 
-def print_written(
-    out: Output, dst: Path, done: Rewritten, tree: Any, more: Mapping[str, str] | None = None
-) -> None:
-    """Print what was written; in a dry run, each tensor that would be."""
-    if done.root is None:
+    def _print_planned(self, tree: Any) -> None:
         leaves = ((display(path), leaf) for path, leaf in walk_tree(tree))
-        out.table(
+        self.out.table(
             _COLUMNS,
             (
                 (name, leaf.dtype, str(list(leaf.shape)), format_size(leaf.nbytes))
@@ -78,26 +108,4 @@ def print_written(
                 if isinstance(leaf, AnyTensor)
             ),
         )
-        out.note(f"nothing was written to {shlex.quote(str(dst))}")
-        return
-    rate = format_size(int(done.nbytes / max(done.seconds, 1e-9)))
-    out.title(str(dst))
-    out.pairs(
-        [
-            ("root", done.root),
-            ("tensors", f"{done.tensors:,}"),
-            ("size", f"{format_size(done.nbytes)} in {done.seconds:.1f} s, {rate}/s"),
-            *(more or {}).items(),
-        ]
-    )
-
-
-def written_json(dst: Path, done: Rewritten) -> dict[str, Any]:
-    """Return what all these commands tell programs of what was written."""
-    return {
-        "destination": str(dst),
-        "root": done.root,
-        "tensors": done.tensors,
-        "nbytes": done.nbytes,
-        "seconds": round(done.seconds, 3),
-    }
+        self.out.note(f"nothing was written to {shlex.quote(str(self.dst))}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import dsdformat
-from dsdformat.cli.options import Ckpt, Json
+from dsdformat.cli.options import Ckpt, Digest, Json
 from dsdformat.cli.render import Output
 
 __all__ = ["HELP", "sign"]
@@ -37,9 +37,7 @@ def sign(
     key: Annotated[
         Path, typer.Option(metavar="FILE", help="The private key: a PEM file without a password.")
     ],
-    digest: Annotated[
-        str | None, typer.Option(metavar="HEX", help="The root digest that it must have.")
-    ] = None,
+    digest: Digest = None,
     json: Json = False,
 ) -> int:
     """Verify a checkpoint, sign its root digest, and print which key did."""

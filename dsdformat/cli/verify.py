@@ -13,7 +13,7 @@ import dsdformat
 from dsdformat import ArgumentError, Problem, Report
 from dsdformat.cli.escapes import fit
 from dsdformat.cli.opening import is_ours, open_source
-from dsdformat.cli.options import Json, Source
+from dsdformat.cli.options import Digest, Json, Pubkey, Source
 from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import NAME_WIDTH, Output, format_count, format_size
 from dsdformat.convert import Kind, find_kind
@@ -53,13 +53,8 @@ UNLISTED_SHOWN = 5
 def verify(
     ctx: typer.Context,
     ckpt: Source,
-    digest: Annotated[
-        str | None, typer.Option(metavar="HEX", help="The root digest that it must have.")
-    ] = None,
-    pubkey: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="A key that must have signed it: a PEM file, or hex."),
-    ] = None,
+    digest: Digest = None,
+    pubkey: Pubkey = None,
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="How many threads read and hash.")
     ] = None,

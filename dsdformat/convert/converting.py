@@ -27,6 +27,7 @@ from dsdformat.convert.write_safetensors import write_huggingface, write_safeten
 from dsdformat.convert.write_torch import write_torch
 from dsdformat.errors import ArgumentError, shorten
 from dsdformat.modelfiles import HF_METADATA
+from dsdformat.signing import Key
 
 __all__ = ["OUTPUTS", "Converted", "Request", "convert", "convert_as", "find_output"]
 
@@ -134,6 +135,8 @@ class Request:
     unknown: Policy = "refuse"
     with_side_files: bool = False
     verify: bool = False
+    digest: str | None = None
+    pubkey: Key | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -187,7 +190,7 @@ class Request:
 
 
 # long: the options and their documentation
-def convert(
+def convert(  # noqa: PLR0913
     src: PathLike | Sequence[PathLike],
     dst: PathLike,
     *,
@@ -198,6 +201,8 @@ def convert(
     unknown: Policy = "refuse",
     with_side_files: bool = False,
     verify: bool = False,
+    digest: str | None = None,
+    pubkey: Key | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Converted:
@@ -225,6 +230,8 @@ def convert(
             which lie beside the source.
         verify: Whether to compare the source with the checksums that it has first. Blocks of
             checkpoints of ours are always compared with their digests.
+        digest, pubkey: Of a checkpoint of ours, the root digest that it must have, and a key that
+            must have signed it; see `dsdformat.open`.
         progress: Called with bytes done and bytes in all, from several threads.
         options: Of the kind: `codec` (dsd), `ties="drop"` or `"duplicate"` (safetensors,
             huggingface), `max_shard_bytes` as a number or as `"5GB"` (huggingface);
@@ -236,7 +243,8 @@ def convert(
 
     Raises:
         ConvertError: the source is of no kind that is known, or is malformed.
-        FormatError: the source is a checkpoint of ours that is damaged.
+        FormatError: the source is a checkpoint of ours that is damaged, or not the one that was
+            asked for.
         UnsupportedValueError: the new kind cannot hold something.
         EntryNotFoundError: `select` matches nothing.
         StorageError: `already_exists`, `not_replaceable`, or the medium failed.
@@ -246,7 +254,8 @@ def convert(
         no ranges of rows; 40 MiB for `dsd`.
     """
     request = Request(
-        src, dst, to, overwrite, select, drop_values, unknown, with_side_files, verify, options
+        *(src, dst, to, overwrite, select, drop_values, unknown, with_side_files),
+        *(verify, digest, pubkey, options),
     )
     return convert_as(request, ALONE, progress)
 
@@ -264,7 +273,14 @@ def convert_as(request: Request, team: Team, progress: Progress | None = None) -
         kind = request.check(team.world_size)
     with ExitStack() as stack:
         with team.together(DOING):
-            opened = stack.enter_context(open_any(request.src, unknown=request.unknown))
+            opened = stack.enter_context(
+                open_any(
+                    request.src,
+                    unknown=request.unknown,
+                    digest=request.digest,
+                    pubkey=request.pubkey,
+                )
+            )
         if request.verify:
             with team.together(DOING):
                 opened.verify(team.rank, team.world_size)

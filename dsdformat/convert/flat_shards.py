@@ -1,8 +1,8 @@
 """Flat shards of fairscale's FSDP: one file for each rank, or one with all, to parameters by name.
 
 Such a file has weights, in which flat parameters lie, and metadata that says which parameters
-those are. A parameter's pieces are read where they lie in the files. What else the ranks have must
-be the same on all of them.
+those are. A parameter's pieces are read where they lie in the files. So are those of what an
+optimizer keeps for each element. What else the ranks have must be the same on all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 from dsdformat.boxes import Box, flat_boxes
 from dsdformat.convert.faults import fault
+from dsdformat.convert.flat_optimizers import has_numbers_of_flat, join_optimizers
 from dsdformat.convert.foreign import AnyTensor, Foreign, Kind, is_mapping, rebuilt, walk_tree
+from dsdformat.convert.optimizer_forms import STATE
 from dsdformat.convert.packed import packed_blocks
 from dsdformat.convert.settling import Finding, Policy, Settled
 from dsdformat.convert.tensor import ForeignTensor, Part, View, packed_strides
@@ -117,7 +119,7 @@ def join_files(files: Sequence[Foreign], policy: Policy) -> Foreign:
         rest.add_alone(files[0].tree[places[0].metadata])
     if rest.findings and policy == "refuse":
         lines = "\n".join(map(str, rest.findings[:10]))
-        raise fault("flat_shards", name, f"these differ on the ranks:\n{lines}", hint=_HINT)
+        raise fault("flat_shards", name, f"these are not joined:\n{lines}", hint=_HINT)
 
     def verify(part: int, of: int) -> int:
         return sum(one.verify(part, of) for one in files)
@@ -149,11 +151,24 @@ class _Rest:
         return rebuilt(first, items)
 
     def add(self, items: list[tuple[Any, Any]], key: Any, item: Any) -> None:
-        others = (one.tree.get(key) for one in self.files[1:])
-        if all(_same(item, other) for other in others):
-            items.append((key, item))
+        values = [one.tree.get(key) for one in self.files]
+        reason = "it differs on the ranks"
+        if all(map(has_numbers_of_flat, values)):
+            try:
+                items.append((key, self.optimizer(values)))
+                return
+            except MismatchError as error:
+                reason = error.message
+        if _keeps_flat(values) or not all(_same(item, other) for other in values[1:]):
+            self.findings.append(Finding((key,), "a value of each rank", reason))
         else:
-            self.findings.append(Finding((key,), "a value of each rank", "it differs on the ranks"))
+            items.append((key, item))
+
+    def optimizer(self, values: Sequence[Any]) -> dict[Any, Any]:
+        both = list(zip(self.files, self.places, strict=True))
+        weights = [one.tree[place.weights] for one, place in both]
+        metadata = [one.tree[place.metadata] for one, place in both]
+        return join_optimizers(values, weights, metadata, _Pieces(), _same)
 
     def add_alone(self, metadata: Any) -> None:
         """Tell of wrappers whose parameters are not shared by the ranks, as experts."""
@@ -253,6 +268,19 @@ class _Elements:
 
 def _numel(tensor: AnyTensor) -> int:
     return tensor.nbytes // DTYPES[tensor.dtype].itemsize
+
+
+def _keeps_flat(values: Sequence[Any]) -> bool:
+    """Whether some values are an optimizer's, and keep nothing but flat tensors by number."""
+    if not all(map(has_numbers_of_flat, values)):
+        return False
+    tensors = [
+        leaf
+        for value in values
+        for _, leaf in walk_tree(value[STATE])
+        if isinstance(leaf, AnyTensor) and leaf.shape
+    ]
+    return bool(tensors) and all(len(one.shape) == 1 for one in tensors)
 
 
 def _is_metadata(value: Any) -> bool:

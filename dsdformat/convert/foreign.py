@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from dsdformat.boxes import Box, flat_boxes
 from dsdformat.convert.files import Bytes
+from dsdformat.convert.numbers import Readable
 from dsdformat.convert.settling import Finding, Settled
 from dsdformat.errors import EntryNotFoundError, shorten
 from dsdformat.format.dtypes import DTYPES
@@ -75,20 +76,8 @@ class _QuickCheck(type(Protocol)):  # type: ignore[misc]  # the metaclass of pro
 
 
 @runtime_checkable
-class AnyTensor(Protocol, metaclass=_QuickCheck):
-    """A tensor of a checkpoint of any kind: a `ForeignTensor`, or a `StoredTensor` of ours."""
-
-    @property
-    def dtype(self) -> str:
-        """Logical name in the registry."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape."""
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the packed bytes."""
+class AnyTensor(Readable, Protocol, metaclass=_QuickCheck):
+    """A tensor to be converted: a `ForeignTensor`, or a `StoredTensor` of ours."""
 
     @property
     def attributes(self) -> Mapping[str, Any]:
@@ -103,9 +92,6 @@ class AnyTensor(Protocol, metaclass=_QuickCheck):
 
     def tiles(self) -> list[Box]:
         """Return the boxes that are stored, each in one piece."""
-
-    def read(self, box: Box | None = None, *, into: Any = None) -> memoryview:
-        """Read one box as packed row-major little-endian bytes."""
 
     def source(self) -> TensorSource:
         """Return what a `Writer` stores of it."""

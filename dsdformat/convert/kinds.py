@@ -47,8 +47,9 @@ from dsdformat.errors import (
 )
 from dsdformat.garbage import paused_gc
 from dsdformat.limits import JSON_NBYTES_MAX, MANIFEST_LABEL
+from dsdformat.signing import Key
 
-__all__ = ["Kind", "find_kind", "open_any", "open_foreign"]
+__all__ = ["Kind", "find_kind", "open_any", "open_foreign", "refuse_proof"]
 
 PathLike = str | os.PathLike[str]
 _SUFFIX = ".safetensors"
@@ -144,11 +145,42 @@ def open_foreign(path: PathLike | Sequence[PathLike], *, unknown: Policy = "refu
         raise
 
 
-def open_any(path: PathLike | Sequence[PathLike], *, unknown: Policy = "refuse") -> Foreign:
-    """Open a checkpoint of any kind, ours too, for reading; see `open_foreign` and `open_own`."""
+def open_any(
+    path: PathLike | Sequence[PathLike],
+    *,
+    unknown: Policy = "refuse",
+    digest: str | None = None,
+    pubkey: Key | None = None,
+) -> Foreign:
+    """Open a checkpoint of any kind, ours too, for reading; see `open_foreign` and `open_own`.
+
+    Raises:
+        ArgumentError: `bad_argument`: a digest or a signature is asked of what has none.
+    """
     if isinstance(path, (str, os.PathLike)) and find_kind(path) is Kind.DSD:
-        return open_own(path)
+        return open_own(path, digest=digest, pubkey=pubkey)
+    refuse_proof(digest, pubkey)
     return open_foreign(path, unknown=unknown)
+
+
+def refuse_proof(digest: str | None, pubkey: Key | None) -> None:
+    """Refuse to say of a foreign checkpoint that it is the one that was asked for.
+
+    Raises:
+        ArgumentError: `bad_argument`.
+    """
+    if digest is not None:
+        raise ArgumentError(
+            "digest is the root digest of a checkpoint of ours; a foreign one has none",
+            code="bad_argument",
+            hint="save what was loaded as a checkpoint of ours, and keep its digest",
+        )
+    if pubkey is not None:
+        raise ArgumentError(
+            "pubkey is a key that has signed a checkpoint of ours; a foreign one has no signatures",
+            code="bad_argument",
+            hint="save what was loaded as a checkpoint of ours, and sign that",
+        )
 
 
 def _split(path: PathLike) -> tuple[Folder, str]:

@@ -31,7 +31,7 @@ _SMALL_BITS = {f"{sign}int{bits}": bits for sign in ("", "u") for bits in range(
 
 
 class Readable(Protocol):
-    """A tensor that numbers are read of: an `AnyTensor`, or a `TensorEntry`."""
+    """A tensor of any checkpoint, as far as all have the same face: it is read when asked."""
 
     @property
     def dtype(self) -> str:
@@ -41,16 +41,20 @@ class Readable(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Global shape."""
 
+    @property
+    def nbytes(self) -> int:
+        """Length of the packed bytes."""
+
     def read(self, box: Box | None = None, *, into: Any = None) -> memoryview:
         """Read one box as packed row-major little-endian bytes."""
 
 
 def find_numpy() -> Any:
-    """Return numpy, or None where it, or ml_dtypes, is not installed."""
+    """Return numpy, or None where it, or ml_dtypes, cannot be imported."""
     try:
         import ml_dtypes  # noqa: F401
         import numpy as np
-    except ModuleNotFoundError:
+    except ImportError:
         return None
     return np
 

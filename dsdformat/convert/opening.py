@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from dsdformat import folders
 from dsdformat.convert.foreign import Foreign
-from dsdformat.convert.kinds import Kind, find_kind, open_foreign
+from dsdformat.convert.kinds import Kind, find_kind, open_foreign, refuse_proof
 from dsdformat.convert.reading import ForeignReader
 from dsdformat.convert.settling import Policy
 from dsdformat.errors import ArgumentError, ConvertError, shorten
@@ -42,18 +42,7 @@ def open_origin(
     """
     if not isinstance(path, Mapping) and not _is_foreign(path):
         return folders.open(path, verify=verify, digest=digest, pubkey=pubkey, threads=threads)
-    if digest is not None:
-        raise ArgumentError(
-            "digest is the root digest of a checkpoint of ours; a foreign one has none",
-            code="bad_argument",
-            hint="save what was loaded as a checkpoint of ours, and keep its digest",
-        )
-    if pubkey is not None:
-        raise ArgumentError(
-            "pubkey is a key that has signed a checkpoint of ours; a foreign one has no signatures",
-            code="bad_argument",
-            hint="save what was loaded as a checkpoint of ours, and sign that",
-        )
+    refuse_proof(digest, pubkey)
     if not isinstance(path, Mapping):
         return ForeignReader(open_foreign(path, unknown=unknown), threads=threads)
     if not path or any(type(key) is not str for key in path):

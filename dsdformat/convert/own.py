@@ -21,6 +21,7 @@ from dsdformat.format.values import TensorRef
 from dsdformat.limits import MIB
 from dsdformat.plan.load_plan import Wanted
 from dsdformat.reader import Checkpoint
+from dsdformat.signing import Key
 from dsdformat.sources import Data, Reference, TensorSource
 from dsdformat.tensors import TensorTable
 
@@ -128,12 +129,20 @@ def _moved(piece: Box, box: Box) -> Box:
     return Box(offset, piece.shape)
 
 
-def open_own(path: PathLike, *, verify_data: bool = True, threads: int | None = None) -> Foreign:
+def open_own(
+    path: PathLike,
+    *,
+    verify_data: bool = True,
+    digest: str | None = None,
+    pubkey: Key | None = None,
+    threads: int | None = None,
+) -> Foreign:
     """Open a checkpoint of ours as a converter sees it. Its user metadata is `metadata`.
 
     Args:
         path: The checkpoint's folder.
         verify_data: Whether to compare blocks with their digests when they are read.
+        digest, pubkey: What it must be; see `dsdformat.open`.
         threads: How many threads read; up to 8 if None.
 
     Raises:
@@ -142,7 +151,9 @@ def open_own(path: PathLike, *, verify_data: bool = True, threads: int | None = 
     Ranks: local.
     Memory: the tree; no tensor.
     """
-    checkpoint = folders.open(path, verify=verify_data, threads=threads)
+    checkpoint = folders.open(
+        path, verify=verify_data, digest=digest, pubkey=pubkey, threads=threads
+    )
     try:
         return Foreign(
             Kind.DSD,

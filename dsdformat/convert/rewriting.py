@@ -21,6 +21,7 @@ from dsdformat.convert.own import StoredTensor
 from dsdformat.convert.write_dsd import counted
 from dsdformat.errors import ArgumentError, MismatchError, listed, printable, shorten
 from dsdformat.limits import BLOCK_NBYTES_DEFAULT, MANIFEST_LABEL, MIB, SIGNATURES_LABEL
+from dsdformat.signing import Key
 from dsdformat.sources import TensorSource
 from dsdformat.storage.base import Storage, completed
 from dsdformat.storage.local import LocalStorage
@@ -96,6 +97,7 @@ def copy(
     dst: PathLike,
     *,
     digest: str | None = None,
+    pubkey: Key | None = None,
     overwrite: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -108,6 +110,7 @@ def copy(
     Args:
         src, dst: The folders; parents of the second are made.
         digest: The root digest that the checkpoint must have.
+        pubkey: An Ed25519 key that must have signed it; see `dsdformat.open`.
         overwrite: Whether to replace a checkpoint that is there, once the copy is complete.
         threads: How many threads hash; up to 8 if None.
         progress: Called with bytes done and bytes in all: each is copied, then verified.
@@ -116,7 +119,8 @@ def copy(
         The root digest.
 
     Raises:
-        FormatError: the checkpoint is damaged, with the place; nothing is made.
+        FormatError: the checkpoint is damaged, with the place, or not the one that was asked for;
+            nothing is made.
         ArgumentError: `bad_argument`: the two are one folder.
         StorageError: `already_exists`, or the medium failed; the target is as it was.
 
@@ -127,7 +131,7 @@ def copy(
         raise ArgumentError(
             f"{shorten(os.fspath(dst))} is the checkpoint itself", code="bad_argument"
         )
-    with folders.open(src, digest=digest) as checkpoint:
+    with folders.open(src, digest=digest, pubkey=pubkey) as checkpoint:
         labels = [MANIFEST_LABEL, *checkpoint.data_files, *checkpoint.side_files]
         storage = checkpoint.table.storage
         if SIGNATURES_LABEL in storage.labels():

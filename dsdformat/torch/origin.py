@@ -6,14 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from dsdformat.boxes import Box
+from dsdformat.convert.numbers import Readable
 from dsdformat.format.decoding import Hooks
 from dsdformat.plan.load_plan import LoadPlan, Wanted
 
 __all__ = ["Entry", "Origin"]
 
 
-class Entry(Protocol):
-    """A tensor that is not read yet: a `TensorEntry`, or a `ForeignEntry`."""
+class Entry(Readable, Protocol):
+    """A tensor to be loaded: a `TensorEntry`, or a `ForeignEntry`."""
 
     index: int
 
@@ -21,25 +22,13 @@ class Entry(Protocol):
     def name(self) -> str:
         """The display name."""
 
-    @property
-    def dtype(self) -> str:
-        """The logical dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The global shape."""
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the packed bytes."""
-
     def check(self) -> None:
         """Check the chunks: that they tile it, and that data files have as much as they say."""
 
     def read(
         self, box: Box | None = None, *, into: Any = None, verify: bool | None = None
     ) -> memoryview:
-        """Read one box."""
+        """Read one box as packed row-major little-endian bytes."""
 
     def map(self, *, writable: bool = False) -> memoryview:
         """Return the bytes in the file; `cannot_map` where there is no such thing."""

@@ -50,6 +50,41 @@ def test_what_is_written_is_told_and_is_a_good_checkpoint(dsd, command):
     assert document["nbytes"] > 0
 
 
+# `convert` says what it wrote in its own way, and so is not one of `COMMANDS`.
+PROVEN = {**COMMANDS, "convert": ["convert", "step-10", "new"]}
+
+
+@pytest.mark.parametrize("name", PROVEN)
+def test_who_asks_for_a_key_gets_nothing_made_of_what_it_has_not_signed(dsd, name):
+    pytest.importorskip("cryptography", reason="signatures need it")
+    mine, other = bytes(32), bytes([1]) * 32
+    (public,) = {dsdformat.sign(path, mine) for path in ("step-10", "more")}
+    stranger = dsdformat.sign("more", other)
+    refused = dsd(*PROVEN[name], "--pubkey", stranger)
+    assert (refused.code, refused.out, Path("new").exists()) == (1, "", False)
+    assert refused.err.startswith("error[not_signed]: ")
+    assert dsd(*PROVEN[name], "--pubkey", public).code == 0
+    assert dsd("verify", "new").code == 0
+
+
+@pytest.mark.parametrize("name", [name for name in PROVEN if name != "merge"])
+def test_who_asks_for_a_digest_gets_nothing_made_of_another_checkpoint(dsd, name):
+    refused = dsd(*PROVEN[name], "--digest", "0" * 64)
+    assert (refused.code, Path("new").exists()) == (1, False)
+    assert refused.err.startswith("error[digest_mismatch]: ")
+    assert dsd(*PROVEN[name], "--digest", dsdformat.open("step-10").root).code == 0
+
+
+@pytest.mark.parametrize("option", ["--digest", "--pubkey"])
+@pytest.mark.parametrize("name", ["convert", "extract"])
+def test_what_has_neither_digest_nor_signature_is_not_taken_for_it(dsd, name, option):
+    np.savez("a.npz", a=np.ones(1))
+    words = [{"step-10": "a.npz"}.get(word, word) for word in PROVEN[name]]
+    refused = dsd(*words, option, "0" * 64)
+    assert (refused.code, Path("new").exists()) == (2, False)
+    assert "hint: save what was loaded as a checkpoint of ours" in refused.err
+
+
 def test_a_checkpoint_that_is_there_stays_unless_it_is_to_be_replaced(dsd, command):
     dsdformat.numpy.save("new", {"old": 1})
     result = dsd(*command)

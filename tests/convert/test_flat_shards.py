@@ -118,6 +118,101 @@ def test_optimizers_of_flat_parameters_are_refused(tmp_path):
     assert caught.value.code == "flat_shards"
 
 
+def optimizers(instances: list[Instance], weights: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What AdamW of each rank's flat parameters keeps: twice and four times what they hold."""
+    kept = []
+    for one in weights:
+        state = {
+            number: {
+                "step": torch.tensor(3.0),
+                "exp_avg": flat * 2,
+                "exp_avg_sq": flat * 4,
+                "count": 3,
+            }
+            for number, flat in enumerate(one.values())
+        }
+        group = {"lr": 0.5, "betas": (0.75, 0.5), "params": list(range(len(one)))}
+        kept.append({"state": state, "param_groups": [group]})
+    return kept
+
+
+def with_optimizers(
+    folder: Path, instances: list[Instance], world: int, change: Any = None
+) -> list[Path]:
+    weights, metadata = shards(instances, world)
+    kept = optimizers(instances, weights)
+    if change is not None:
+        change(kept)
+    paths = []
+    for rank, parts in enumerate(zip(weights, metadata, kept, strict=True)):
+        paths.append(folder / f"rank{rank}.pt")
+        torch.save(dict(zip(("model", "meta", "optimizer"), parts, strict=True)), paths[-1])
+    return paths
+
+
+@WORLDS
+@pytest.mark.parametrize("flat", [True, False, [["weight"], ["bias"]]], ids=str)
+def test_what_optimizers_keep_for_flat_parameters_becomes_that_of_the_parameters(
+    tmp_path, world, flat
+):
+    instances = tower(flat=flat)
+    paths = with_optimizers(tmp_path, instances, world)
+    assert convert(paths, tmp_path / "ours", to="dsd").findings == ()
+    optimizer = dsd.load(tmp_path / "ours")["optimizer"]
+    own = {one.full(name): value for one in instances for name, value in one.tensors.items()}
+    assert set(optimizer["state"]) == set(own)
+    for name, value in own.items():
+        kept = optimizer["state"][name]
+        assert_same(kept["exp_avg"], value * 2)
+        assert_same(kept["exp_avg_sq"], value * 4)
+        assert_same(kept["step"], torch.tensor(3.0))
+        assert kept["count"] == 3
+    (group,) = optimizer["param_groups"].values()
+    assert group["betas"] == (0.75, 0.5)
+
+
+def change_state(key: str, value: Any, rank: int = -1) -> Any:
+    return lambda kept: kept[rank]["state"][0].update({key: value})
+
+
+def add_group(kept: list[dict[str, Any]]) -> None:
+    for one in kept:
+        group = one["param_groups"][0]
+        one["param_groups"].append({**group, "params": [group["params"].pop()]})
+
+
+NOT_FLAT: dict[str, tuple[Any, str]] = {
+    "rows": (change_state("exp_avg", torch.ones(2)), "not kept for each element"),
+    "another step": (change_state("step", torch.tensor(4.0)), "differs on the ranks"),
+    "another count": (change_state("count", 4), "differs on the ranks"),
+    "more on one": (change_state("more", 1), "keeps other things"),
+    "another dtype": (
+        lambda kept: kept[1]["state"][0].update(exp_avg=kept[1]["state"][0]["exp_avg"].double()),
+        "different dtypes",
+    ),
+    "not on one": (lambda kept: kept[1]["state"].pop(0), "other groups, or other parameters"),
+    "groups": (add_group, "several groups"),
+    "another lr": (lambda kept: kept[1]["param_groups"][0].update(lr=1.0), "other groups"),
+    "frozen ones": (
+        lambda kept: [one["param_groups"][0]["params"].pop() for one in kept],
+        "has 2 parameters, the weights 3 flat ones",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FLAT)
+def test_what_is_not_kept_for_each_element_of_flat_parameters_is_refused(tmp_path, case):
+    change, reason = NOT_FLAT[case]
+    paths = with_optimizers(tmp_path, tower(), 2, change)
+    with pytest.raises(dsdformat.ConvertError, match=reason) as caught:
+        convert(paths, tmp_path / "ours", to="dsd")
+    assert caught.value.code == "flat_shards"
+    assert not (tmp_path / "ours").exists()
+    converted = convert(paths, tmp_path / "ours", to="dsd", unknown="drop")
+    assert [one.path for one in converted.findings] == [("optimizer",)]
+    assert set(dsd.load(tmp_path / "ours")) == {"model"}
+
+
 def test_values_that_differ_on_the_ranks_are_refused_or_left_out(tmp_path):
     instances = tower()
     weights, metadata = shards(instances, 2)

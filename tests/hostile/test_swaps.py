@@ -89,6 +89,31 @@ def test_two_data_files_that_changed_places_are_found(old):
     assert {code for code, _ in problems_of(swapped)} == {"header_mismatch"}
 
 
+# B130, B135: what other readers may take for the truth, and this one does not look at.
+ENTRY = '"w":{"dtype":"U8","shape":[5000],"data_offsets":[0,5000]}'
+LIES = {
+    "another dtype": ENTRY.replace("U8", "I8"),
+    "another shape": ENTRY.replace("5000]", "50,100]", 1),
+    "fewer bytes than the shape": ENTRY.replace(",5000]}", ",8]}"),
+    "another name": ENTRY.replace('"w"', '"v"'),
+    "a name twice, of equal bytes": f"{ENTRY},{ENTRY}",
+    "a name twice, of other bytes": ENTRY.replace("5000", "2500") + "," + ENTRY,
+    "no tensor": "",
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_lies_is_found_and_changes_nothing_that_is_read(old, lie):
+    label = "model.safetensors"
+    text = ("{" + LIES[lie] + "}").encode()
+    files = {**old, label: old[label][:8] + text.ljust(4088) + old[label][4096:]}
+    assert problems_of(files) == [("header_mismatch", label)]
+    with Checkpoint(MemoryStorage(files)) as checkpoint, Checkpoint(MemoryStorage(old)) as honest:
+        for one, two in zip(checkpoint, honest, strict=True):
+            assert (one.name, one.dtype, one.shape) == (two.name, two.dtype, two.shape)
+            assert one.read() == two.read()
+
+
 # B136
 def test_who_rewrites_the_digests_too_is_found_by_the_root_digest_alone(old, new):
     root = Checkpoint(MemoryStorage(old)).root

@@ -18,6 +18,7 @@ __all__ = ["CONVERT"]
 
 TENSORS, COLUMNS, ITEMSIZE = 64, 1024, 4
 RANKS = 4
+RANKS_SIZE = 0.01  # from here on, they are processes
 
 
 def rows_of(size: float) -> int:
@@ -30,6 +31,11 @@ def value_of(index: int, rows: int) -> Any:
     import numpy as np
 
     return np.random.default_rng(index).random((rows, COLUMNS), np.float32)
+
+
+def name_of(index: int) -> str:
+    """Return the name of a tensor."""
+    return f"layers.{index:02d}.weight"
 
 
 def write_ours(dim: int, scene: Scene) -> None:
@@ -50,7 +56,7 @@ def write_ours(dim: int, scene: Scene) -> None:
         for index in range(TENSORS):
             data = partial(cut, index, rows, box)
             source = TensorSource("float32", shape, [(box, data)])
-            one.add({"model": {f"layers.{index:02d}.weight": source}})
+            one.add({"model": {name_of(index): source}})
     writer.commit([one.finish() for one in writers[1:]])
 
 
@@ -60,19 +66,63 @@ def cut(index: int, rows: int, box: Any) -> list[memoryview]:
     return [memoryview(value_of(index, rows)[where].tobytes())]
 
 
-def write_dcp(scene: Scene) -> None:
-    """Write a folder with torch.distributed.checkpoint, in one process."""
+def write_torch(scene: Scene) -> None:
+    """Write a file of torch.save."""
     import torch
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from bench.formats.dcp import alone
 
     rows = rows_of(scene.size)
-    names = (f"layers.{index:02d}.weight" for index in range(TENSORS))
-    state = {name: torch.from_numpy(value_of(index, rows)) for index, name in enumerate(names)}
-    writer = FileSystemWriter(scene.fixture, sync_files=False)
-    save({"model": state}, storage_writer=writer, **alone(save))
+    state = {name_of(index): torch.from_numpy(value_of(index, rows)) for index in range(TENSORS)}
+    torch.save({"model": state}, scene.fixture)
+
+
+def write_dcp(scene: Scene) -> None:
+    """Write a folder with torch.distributed.checkpoint: of FSDP2, with AdamW, by four ranks.
+
+    A tiny one is written by one rank in this process: it is there to warm up.
+    """
+    from torch.multiprocessing.spawn import start_processes
+
+    world_size = RANKS if scene.size >= RANKS_SIZE else 1
+    meeting = scene.fixture.with_name(scene.fixture.name + ".meeting")
+    common = (world_size, str(scene.fixture), str(meeting), rows_of(scene.size))
+    if world_size == 1:
+        save_dcp(0, *common)
+    else:
+        start_processes(save_dcp, common, nprocs=world_size, start_method="spawn")
+    meeting.unlink(missing_ok=True)
+
+
+def save_dcp(rank: int, world_size: int, path: str, meeting: str, rows: int) -> None:
+    """Save as one of the ranks: a third of the bytes is the model, the rest are its moments."""
+    import torch
+    from torch import distributed, nn
+    from torch.distributed.checkpoint import FileSystemWriter, save
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size
+    )
+    with torch.device("meta"):
+        layers = [nn.Linear(COLUMNS, rows, bias=False) for _ in range(TENSORS)]
+    names = [name_of(index).split(".")[1] for index in range(TENSORS)]
+    model = nn.Module()
+    model.add_module("layers", nn.ModuleDict(zip(names, layers, strict=True)))
+    fully_shard(model, mesh=distributed.init_device_mesh("cpu", (world_size,)))
+    model.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, foreach=False)
+    part = rows // world_size
+    for index, parameter in enumerate(model.parameters()):
+        own = value_of(index, rows)[rank * part : (rank + 1) * part]
+        with torch.no_grad():
+            parameter.to_local().copy_(torch.from_numpy(own))
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    save(states, storage_writer=FileSystemWriter(path, sync_files=False))
+    distributed.destroy_process_group()
 
 
 def arrange_copy(scene: Scene) -> Trial:
@@ -108,7 +158,7 @@ def compare(path: Path, rows: int) -> None:
         if len(opened) != TENSORS:
             raise ValueError(f"{len(opened)} tensors")
         for index in (0, TENSORS - 1):
-            if opened.read(f"layers.{index:02d}.weight") != value_of(index, rows).tobytes():
+            if opened.read(name_of(index)) != value_of(index, rows).tobytes():
                 raise ValueError(f"tensor {index} is not what was saved")
 
 
@@ -153,8 +203,16 @@ CONVERT = Case(
             fixture="convert/dcp",
             prepare=write_dcp,
         ),
+        Contender(
+            "dsdformat (of torch)",
+            arrange_convert,
+            needs=("torch",),
+            fixture="convert/torch",
+            prepare=write_torch,
+        ),
     ),
     baseline="copy",
     note="`copy` copies the data files as they are, and flushes them. `dsdformat` compares all "
-    "bytes with their digests on the way; a folder of `dcp`, written by one process, has none.",
+    "bytes with their digests on the way; what torch writes has none. The folder of `dcp` is of "
+    "FSDP2 with AdamW on four ranks, and its model is converted; that of `torch.save` is a file.",
 )
