@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 SLAB_NBYTES = 4 * MIB
+_COMMON = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64})
 _CARRIERS = {
     1: torch.uint8,
     2: torch.int16,
@@ -81,6 +82,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
+    if tensor.dtype in _COMMON and tensor.ndim and not tensor.requires_grad:
+        common: Any = tensor.view(torch.uint8).numpy()  # 2 µs; what follows takes 4
+        return memoryview(common).cast("B")
     flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     start = tensor.storage_offset() * tensor.element_size()
     array: Any = flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,)).numpy()
@@ -175,6 +179,8 @@ def _row_boxes(
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether elements of a tensor may share memory, as those of an expanded one do."""
+    if tensor.is_contiguous():
+        return False
     reach = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

@@ -79,7 +79,7 @@ def find_wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
 
 def _loaded_wrappers() -> tuple[tuple[type, str], ...]:
     """Return the wrapper classes that are loaded, and under which name each has its module."""
-    loaded = tuple(place in sys.modules for place, _, _ in _WRAPPERS)
+    loaded = tuple([place in sys.modules for place, _, _ in _WRAPPERS])
     return _wrappers(loaded)
 
 

@@ -47,21 +47,26 @@ def named_tensors(
         module: Any module, wrapped or not.
         persistent: Whether to leave out the buffers that no state dict holds.
     """
-    return _walk(module, "", persistent)
+    found: list[tuple[str, torch.Tensor]] = []
+    _walk(module, "", persistent, found)
+    return iter(found)
 
 
-def _walk(module: nn.Module, prefix: str, persistent: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _walk(
+    module: nn.Module, prefix: str, persistent: bool, found: list[tuple[str, torch.Tensor]]
+) -> None:
+    """Collect what is in a module; each entry of a generator would pass through all above it."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            yield prefix + name, parameter
+            found.append((prefix + name, parameter))
     for name, buffer in module._buffers.items():
         if buffer is not None and not (persistent and name in _hidden(module)):
-            yield prefix + name, buffer
+            found.append((prefix + name, buffer))
     wrapped = find_wrapped(module)
     for name, child in module._modules.items():
         if child is not None:
             dropped = wrapped is not None and name == wrapped[0]
-            yield from _walk(child, prefix if dropped else f"{prefix}{name}.", persistent)
+            _walk(child, prefix if dropped else f"{prefix}{name}.", persistent, found)
 
 
 def named_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

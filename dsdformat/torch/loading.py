@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from dsdformat.garbage import paused_gc
 from dsdformat.plan.load_plan import Wanted
 from dsdformat.renaming import Moved
 from dsdformat.torch.builder import Builder, Form
@@ -91,7 +93,7 @@ class Loading:
         self._names = [display(path) for path, _ in leaves(tree)] if selected else []
         state = dict(state)
         self._modules = modules_in(state)
-        with shown_as_shards(self._modules):
+        with paused_gc(), shown_as_shards(self._modules):
             self._compare(state, tree)
 
     def _compare(self, state: dict[str, Any], tree: dict[str, Any]) -> None:
@@ -104,7 +106,7 @@ class Loading:
             mmap=options.mmap,
             types=options.types,
             form=lambda name: Form(None, options.device(name)),
-            names=names_of(tree),
+            names=functools.cache(functools.partial(names_of, tree)),
         )
         # Of optimizers: where the module of the names is, and what is stored by names.
         self.sections: list[tuple[Path | None, Any]] = []

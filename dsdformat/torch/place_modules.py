@@ -89,7 +89,8 @@ class _Placement:
         self.plan.installs.append(self._installer(model, live, new))
 
     def _is_selected(self, name: str) -> bool:
-        return display((*self.path, name)) in self.plan.selection
+        selection = self.plan.selection
+        return selection.everything or display((*self.path, name)) in selection
 
     def _place_tensor(self, tensor: Any) -> bool:
         names = self.tied[id(tensor)]
@@ -131,9 +132,9 @@ class _Placement:
         seen = derived_tensors(module)
         others = stray_tensors(module)
         for name, tensor in (*named_tensors(module, persistent=False), *others):
-            full = display((*self.path, name))
             if not tensor.is_meta or self.plan.will_fill(tensor) or id(tensor) in seen:
                 continue
+            full = display((*self.path, name))
             seen.add(id(tensor))
             if full in self.plan.selection and full not in reported:
                 self.plan.report.uninitialized.append(full)
