@@ -227,10 +227,9 @@ class BlockReader:
         raw = [index for index, row in enumerate(rows) if chunks.codec[ranges.chunk[row]] == RAW]
         if plan.verify:
             self._compare_small(plan, [rows[one] for one in raw], [pieces[one] for one in raw])
-        if len(raw) < len(rows):
-            for index in set(range(len(rows))).difference(raw):
-                block = self._block_of(plan, rows[index])
-                pieces[index] = self._decode(block, pieces[index], verify=plan.verify)
+        for index in set(range(len(rows))).difference(raw):
+            block = self._block_of(plan, rows[index])
+            pieces[index] = self._decode(block, pieces[index], verify=plan.verify)
         for row, data in zip(rows, pieces, strict=True):
             _hand_out_row(plan, into, row, data)
         if len(held) == _BATCH_MAX:
@@ -240,19 +239,16 @@ class BlockReader:
         self, plan: LoadPlan, rows: Sequence[int], pieces: Sequence[memoryview]
     ) -> None:
         """Compare raw blocks with their digests."""
-        actual, expected = list(map(digest, pieces)), list(self._digests_of(plan, rows))
-        if actual == expected:
-            return
-        for row, found, wanted in zip(rows, actual, expected, strict=True):
+        for row, found, wanted in zip(
+            rows, map(digest, pieces), self._digests_of(plan, rows), strict=True
+        ):
             if found != wanted:
                 raise self._mismatch("checksum_mismatch", self._block_of(plan, row), wanted, found)
 
     def _digests_of(self, plan: LoadPlan, rows: Sequence[int]) -> Iterator[bytes]:
         """Give the digests of blocks: neighbours in a file are so in the table too (R-9.13)."""
         numbers = [self._digest_row(plan, row) for row in rows]
-        if not numbers:
-            return
-        first, last = min(numbers), max(numbers)
+        first, last = min(numbers, default=0), max(numbers, default=0)
         near = last - first < 2 * len(rows)
         table = self._columns.digests(first, last - first + 1) if near else b""
         for number in numbers:
