@@ -22,6 +22,8 @@ def render_path(path: Path) -> str:
 
 def emit_name(path: Path, encoded_key: Callable[[Any], bytes]) -> str:
     """Return the display name of a path: its parts, escaped, joined by `/`."""
+    if len(path) == 1:
+        return _part(path[0], encoded_key)
     return "/".join([_part(step, encoded_key) for step in path])
 
 

@@ -104,7 +104,7 @@ def is_spread(value: Any) -> bool:
 
 def is_tensor(value: Any) -> bool:
     """Whether a value is a tensor, whole or spread."""
-    return isinstance(value, torch.Tensor) or is_spread(value)
+    return type(value) in _WHOLE or isinstance(value, torch.Tensor) or is_spread(value)
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
