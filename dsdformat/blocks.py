@@ -8,7 +8,6 @@ buffer. Every block is compared with its digest, unless the caller said otherwis
 from __future__ import annotations
 
 import functools
-import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -30,6 +29,7 @@ __all__ = ["BATCH_NBYTES", "SMALL_NBYTES", "BlockReader"]
 
 _PIECE = 512 * KIB  # read, then hashed while it is in the cache
 _PARALLEL_MIN = 1024 * KIB
+_BATCH_MAX = BATCH_NBYTES + SMALL_NBYTES  # how long small blocks are that are read together
 
 
 class _Block(NamedTuple):
@@ -104,6 +104,7 @@ class BlockReader:
         self._workers = workers
         self._name_of = name_of
         self._checked: set[int] = set()
+        self._spare: list[bytearray] = []  # one for each thread that has read small blocks
 
     def run(self, plan: LoadPlan, into: Sequence[memoryview]) -> None:
         """Read what a plan says.
@@ -215,27 +216,41 @@ class BlockReader:
     def _read_together(
         self, plan: LoadPlan, into: Sequence[memoryview], rows: Sequence[int]
     ) -> None:
-        """Read small blocks of one file at once, and hand each out when it is verified."""
-        ranges = plan.ranges
-        begin, last = ranges.byte_offset[rows[0]], rows[-1]
-        end = ranges.byte_offset[last] + ranges.stored_nbytes[last]
-        buffer = memoryview(bytearray(end - begin))
+        """Read small blocks of one file at once, and hand them out when all are verified."""
+        ranges, chunks, last = plan.ranges, plan.chunks, rows[-1]
+        begin = ranges.byte_offset[rows[0]]
+        nbytes = ranges.byte_offset[last] + ranges.stored_nbytes[last] - begin
+        # Memory that was used just now: fresh pages take as long as reading into them.
+        held = self._spare.pop() if self._spare else bytearray(max(nbytes, _BATCH_MAX))
+        buffer = memoryview(held)[:nbytes]
         self._fill(ranges.file[last], begin, buffer)
-        digests = self._digests_of(plan, rows) if plan.verify else itertools.repeat(b"")
-        for row, expected in zip(rows, digests, strict=False):
-            at = ranges.byte_offset[row] - begin
-            data = buffer[at : at + ranges.stored_nbytes[row]]
-            if plan.chunks.codec[ranges.chunk[row]] != RAW:
-                data = self._decode(self._block_of(plan, row), data, verify=plan.verify)
-            elif plan.verify and (actual := digest(data)) != expected:
-                block = self._block_of(plan, row)
-                raise self._mismatch("checksum_mismatch", block, expected, actual)
+        places = [(ranges.byte_offset[row] - begin, ranges.stored_nbytes[row]) for row in rows]
+        pieces = [buffer[at : at + length] for at, length in places]
+        raw = [index for index, row in enumerate(rows) if chunks.codec[ranges.chunk[row]] == RAW]
+        if plan.verify:
+            self._compare_small(plan, [rows[one] for one in raw], [pieces[one] for one in raw])
+        for index in set(range(len(rows))).difference(raw):
+            block = self._block_of(plan, rows[index])
+            pieces[index] = self._decode(block, pieces[index], verify=plan.verify)
+        for row, data in zip(rows, pieces, strict=True):
             _hand_out_row(plan, into, row, data)
+        if len(held) == _BATCH_MAX:
+            self._spare.append(held)
+
+    def _compare_small(
+        self, plan: LoadPlan, rows: Sequence[int], pieces: Sequence[memoryview]
+    ) -> None:
+        """Compare raw blocks with their digests."""
+        for row, found, wanted in zip(
+            rows, map(digest, pieces), self._digests_of(plan, rows), strict=True
+        ):
+            if found != wanted:
+                raise self._mismatch("checksum_mismatch", self._block_of(plan, row), wanted, found)
 
     def _digests_of(self, plan: LoadPlan, rows: Sequence[int]) -> Iterator[bytes]:
         """Give the digests of blocks: neighbours in a file are so in the table too (R-9.13)."""
         numbers = [self._digest_row(plan, row) for row in rows]
-        first, last = min(numbers), max(numbers)
+        first, last = min(numbers, default=0), max(numbers, default=0)
         near = last - first < 2 * len(rows)
         table = self._columns.digests(first, last - first + 1) if near else b""
         for number in numbers:

@@ -27,6 +27,7 @@ __all__ = [
     "check_tensor",
     "find_prefix_problem",
     "find_tiling_fault",
+    "find_whole",
 ]
 
 NameOf = Callable[[int], str]
@@ -188,29 +189,43 @@ def _stored_chunks(body: Body, row: TensorRow, tensor: int, first: int) -> Itera
 
 
 def _find_simple(body: Body, columns: Columns, tensor: int) -> TensorRow | None:
-    """Return a tensor whose only chunk is raw, whole and in bounds; None to look closer.
+    """Return a tensor whose only chunk is raw, whole and in bounds; None to look closer."""
+    found = find_whole(body, columns, tensor)
+    if found is None:
+        return None
+    shape, (file, at, nbytes, first_block) = columns.shape(tensor), found
+    every = Box.of_unsigned((0,) * len(shape), shape)
+    place = ChunkPlace(0, every, file, RAW, at, nbytes, nbytes, first_block)
+    dtype = DTYPES[body.dtypes[columns.dtype[tensor]]]
+    return TensorRow(dtype, shape, columns.layout[tensor], (place,))
 
-    By far the most common case, and what makes a million tensors bearable.
+
+def find_whole(body: Body, columns: Columns, tensor: int) -> tuple[int, int, int, int] | None:
+    """Return where a tensor lies whose only chunk is raw, whole and in bounds; None for others.
+
+    By far the most common case, and what makes a million tensors bearable: no object is made.
+
+    Returns:
+        File, byte offset, length, and row of the first digest.
     """
-    number, ndim, layout = columns.dtype[tensor], columns.ndim[tensor], columns.layout[tensor]
+    number, ndim = columns.dtype[tensor], columns.ndim[tensor]
     if columns.chunk_count[tensor] != 1 or number >= len(body.dtypes):
         return None
-    if layout > len(body.layouts):
+    if columns.layout[tensor] > len(body.layouts):
         return None
-    rows = columns.rows(tensor)
-    shape, file, at = columns.shape(tensor), rows.file[0], rows.byte_offset[0]
-    if rows.codec[0] != RAW or rows.first_frame[0] or file >= len(body.files):
+    file, codec, at, first_block, first_frame, box = columns.only_row(tensor)
+    if codec != RAW or first_frame or file >= len(body.files):
         return None
-    if any(rows.numbers[:ndim]) or tuple(rows.numbers[ndim:]) != shape:
+    shape = columns.shape(tensor)
+    if box != (0,) * ndim + shape:
         return None
-    dtype, data, first_block = DTYPES[body.dtypes[number]], body.files[file], rows.first_block[0]
-    nbytes = math.prod(shape) * dtype.itemsize
+    nbytes = math.prod(shape) * DTYPES[body.dtypes[number]].itemsize
+    data = body.files[file]
     if not 0 < nbytes <= INT63_MAX or at < data.header_nbytes or at + nbytes > data.nbytes:
         return None
     if first_block + -(-nbytes // body.block_nbytes) > columns.blocks:
         return None
-    place = ChunkPlace(0, whole(shape), file, RAW, at, nbytes, nbytes, first_block)
-    return TensorRow(dtype, shape, layout, (place,))
+    return file, at, nbytes, first_block
 
 
 def _reference_problems(

@@ -267,6 +267,17 @@ class Columns:
         numbers = boxes[box_low:box_high]
         return ChunkRows(first, file, codec, byte_offset, first_block, first_frame, numbers)
 
+    def only_row(self, tensor: int) -> tuple[int, int, int, int, int, tuple[int, ...]]:
+        """The row of the only chunk of a tensor: as in `ChunkRows`, without lists of one."""
+        first = self._chunk_at[tensor]
+        window = self._window
+        if not window.first <= first < window.stop:
+            window = self._window = self._read_window(tensor)
+        file, codec, byte_offset, first_block, first_frame, boxes = window.columns
+        at, box = first - window.first, 2 * (self._box_at[tensor] - window.first_box)
+        numbers = tuple(boxes[box : box + 2 * self.ndim[tensor]])
+        return file[at], codec[at], byte_offset[at], first_block[at], first_frame[at], numbers
+
     def digests(self, first: int, count: int) -> bytes:
         """The digests of some blocks, 32 bytes each."""
         return self._read("digests", DIGEST_NBYTES * first, DIGEST_NBYTES * (first + count))

@@ -24,7 +24,9 @@ def render_path(path: Path) -> str:
 
 def emit_name(path: Path, encoded_key: Callable[[Any], bytes]) -> str:
     """Return the display name of a path: its parts, escaped, joined by `/`."""
-    return "/".join(_part(step, encoded_key) for step in path)
+    if len(path) == 1:
+        return _part(path[0], encoded_key)
+    return "/".join([_part(step, encoded_key) for step in path])
 
 
 def emit_key(path: Path, encoded_key: Callable[[Any], bytes]) -> str:
@@ -55,7 +57,7 @@ def _escape(text: str) -> str:
 
 def _part(step: Any, encoded_key: Callable[[Any], bytes]) -> str:
     if type(step) is str:
-        return _escape(step).replace("/", "%2F")
+        return step.replace("%", "%25").replace("@", "%40").replace("/", "%2F")
     if type(step) is int and INT_MIN <= step <= INT_MAX:
         return f"@{step}"
     return "@x" + encoded_key(step).hex()

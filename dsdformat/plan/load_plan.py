@@ -43,6 +43,7 @@ __all__ = [
     "LoadPlan",
     "LoadPlanner",
     "Wanted",
+    "WholeChunk",
 ]
 
 BOUND = 1.05
@@ -64,6 +65,24 @@ class Wanted(NamedTuple):
     tensor: int
     box: Box
     strides: tuple[int, ...] | None = None
+
+
+class WholeChunk(NamedTuple):
+    """A tensor that is one raw chunk and wanted whole.
+
+    Attributes:
+        number: Of the wanted box.
+        tensor: Index of the tensor.
+        file, byte_offset, nbytes: Where the chunk lies.
+        first_block: Row of its first digest.
+    """
+
+    number: int
+    tensor: int
+    file: int
+    byte_offset: int
+    nbytes: int
+    first_block: int
 
 
 class Chunks(Protocol):
@@ -123,6 +142,38 @@ class LoadPlanner:
                     met.setdefault(place.number, (place, []))[1].append((number, copy))
         for place, copies in met.values():
             self._add_chunk(tensor, place, copies)
+
+    def add_whole(self, found: Iterable[WholeChunk]) -> None:
+        """Add tensors that are each one raw chunk, wanted whole by one box and packed."""
+        plan, chunks, copies = self._plan, self._plan.chunks, self._plan.copies
+        rows = list(found)
+        if not rows:
+            return
+        first, first_copy = len(chunks.tensor), len(copies.wanted)
+        numbers, tensors, files, places, lengths, blocks = zip(*rows, strict=True)
+        nothing = array("Q", bytes(8 * len(rows)))
+        for column, values in (
+            (chunks.tensor, tensors),
+            (chunks.number, nothing),
+            (chunks.codec, nothing),
+            (chunks.file, files),
+            (chunks.byte_offset, places),
+            (chunks.first_block, blocks),
+            (chunks.first_frame, nothing),
+            (chunks.first_copy, range(first_copy, first_copy + len(rows))),
+            (chunks.copies, itertools.repeat(1, len(rows))),
+            (copies.wanted, numbers),
+            (copies.src, nothing),
+            (copies.dst, nothing),
+            (copies.run, lengths),
+        ):
+            column.extend(values)
+        plan.room.update(zip(numbers, lengths, strict=True))
+        plan.wanted_nbytes += sum(lengths)
+        for row, (file, at, nbytes) in enumerate(zip(files, places, lengths, strict=True), first):
+            for start in range(0, nbytes, plan.block_nbytes):
+                some = min(plan.block_nbytes, nbytes - start)
+                self._add_range(row, file, at + start, some, start, some)
 
     def finish(self) -> LoadPlan:
         """Put the ranges in order, and choose what is read together."""

@@ -84,12 +84,17 @@ class LocalStorage:
     def read_into(self, label: str, byte_offset: int, into: memoryview) -> int:
         """Fill `into` from a place in a file; return how many bytes there were."""
         done = 0
-        with self._opened(label) as file, storage_errors(self._path / label):
+        file = self._acquire(label)
+        try:
             while done < len(into):
                 count = file.read(byte_offset + done, into[done : done + _READ_MAX])
                 if count == 0:
                     break
                 done += count
+        except OSError as error:
+            raise _storage_error(error, self._path / label) from error
+        finally:
+            file.release()
         return done
 
     def map(self, label: str, *, writable: bool = False) -> memoryview | None:
@@ -111,6 +116,13 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def _opened(self, label: str) -> Iterator[_File]:
+        file = self._acquire(label)
+        try:
+            yield file
+        finally:
+            file.release()
+
+    def _acquire(self, label: str) -> _File:
         with self._lock:
             if self._closed:
                 raise ArgumentError(f"{self._path} was closed", code="closed")
@@ -124,10 +136,7 @@ class LocalStorage:
                 spare = self._files.popitem(last=False)[1]
         if spare is not None:
             spare.release()
-        try:
-            yield file
-        finally:
-            file.release()
+        return file
 
     def _open(self, label: str) -> _File:
         path = self._path / label

@@ -171,6 +171,8 @@ def box_view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether elements of a tensor may share memory, as those of an expanded one do."""
+    if tensor.is_contiguous():
+        return False
     reach = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

@@ -53,7 +53,7 @@ class Builder:
         mmap: bool,
         types: Mapping[str, type],
         form: Callable[[str], Form],
-        names: Mapping[int, Sequence[str]],
+        names: Callable[[], Mapping[int, Sequence[str]]],
     ) -> None:
         """Begin.
 
@@ -63,8 +63,8 @@ class Builder:
             types: Tensor subclasses that may be rebuilt, by module and qualified name.
             form: Gives the form of a tensor that has none of its own, by its display name; asked
                 once for each name.
-            names: The display names of each tensor. Of those of a tied one, the first counts for
-                which a form is asked for that is not the usual one.
+            names: Gives the display names of each tensor; called where a form is asked for. Of
+                those of a tied one, the first counts for which that is not the usual one.
         """
         self._checkpoint = checkpoint
         self._mmap = mmap
@@ -116,7 +116,7 @@ class Builder:
                 stored.entry.check()  # that there is so much, before it is allocated
             made = empty(stored.entry.shape, dtype, form.device, stored.attributes.get(ORDER))
             self._made[key] = made
-            yield Move(index, at_rest, made)
+            yield Move.of_all(index, at_rest, made)
 
     def compose(self) -> None:
         """Put composite tensors together; what is wrong with their components shows here."""
@@ -154,7 +154,7 @@ class Builder:
 
     def _form_of(self, stored: Stored) -> Form:
         if stored.index not in self._forms:
-            forms = [self._form(name) for name in self._names.get(stored.index, [stored.name])]
+            forms = [self._form(name) for name in self._names().get(stored.index, [stored.name])]
             form = next((one for one in forms if one != Form()), Form())
             self._forms[stored.index] = self._checked(stored, form)
         return self._forms[stored.index]

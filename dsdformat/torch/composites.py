@@ -86,6 +86,8 @@ class _Fault(Exception):  # noqa: N818 -- never leaves this module
 
 def find_kind(tensor: torch.Tensor) -> str | None:
     """Name how a tensor is composed, or return None for one strided block (or a DTensor)."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested:
+        return _KINDS.get(tensor.layout)
     with plain_functions():
         if tensor.is_nested:
             return "torch.jagged" if tensor.layout is torch.jagged else "torch.nested"

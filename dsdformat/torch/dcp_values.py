@@ -52,7 +52,7 @@ def value_stream(
     Ranks: local.
     Memory: the value, and its stream.
     """
-    builder = Builder(checkpoint, mmap=False, types=types, form=_as_stored, names={})
+    builder = Builder(checkpoint, mmap=False, types=types, form=_as_stored, names=dict)
     builder.need(value, path)
     fill(checkpoint, list(builder.moves()))
     builder.compose()

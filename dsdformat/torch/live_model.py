@@ -199,7 +199,7 @@ class LiveModel:
 
 def is_extra(name: str) -> bool:
     """Whether an entry is extra state."""
-    return name.rsplit(".", 1)[-1] == EXTRA_STATE
+    return name.endswith(EXTRA_STATE) and name.rsplit(".", 1)[-1] == EXTRA_STATE
 
 
 def _is_parameter(tensor: Any) -> bool:

@@ -373,8 +373,9 @@ def _load_plain(origin: Origin, tree: dict[str, Any], options: LoadOptions) -> d
         cast = None if name.startswith(kept) else options.dtype(name)
         return Form(cast, options.device(name))
 
+    names = names_of(tree)
     builder = Builder(
-        origin, mmap=options.mmap, types=options.types, form=form, names=names_of(tree)
+        origin, mmap=options.mmap, types=options.types, form=form, names=lambda: names
     )
     builder.need(tree)
     fill(origin, list(builder.moves()))

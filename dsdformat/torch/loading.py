@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class Loading:
             mmap=options.mmap,
             types=options.types,
             form=lambda name: Form(None, options.device(name)),
-            names=names_of(tree),
+            names=functools.cache(functools.partial(names_of, tree)),
         )
         # Of optimizers: where the module of the names is, and what is stored by names.
         self.sections: list[tuple[Path | None, Any]] = []

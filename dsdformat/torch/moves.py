@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dsdformat.boxes import Box, row_boxes, whole
+from dsdformat.boxes import Box, row_boxes
 from dsdformat.format.dtypes import DTYPES
+from dsdformat.garbage import paused_gc
 from dsdformat.limits import MIB
 from dsdformat.plan.load_plan import Wanted
 from dsdformat.torch.buffers import as_bits, box_view, bytes_of, empty, overlaps_itself
@@ -42,13 +43,19 @@ class Move:
         index: The tensor's number in the checkpoint.
         stored: Its dtype there.
         into: A strided tensor of the box's shape, on any device.
-        box: In elements of the tensor; all of it if None.
+        place: The box, in elements of the tensor.
     """
 
     index: int
     stored: torch.dtype
     into: torch.Tensor
-    box: Box | None = None
+    place: Box
+
+    @classmethod
+    def of_all(cls, index: int, stored: torch.dtype, into: torch.Tensor) -> Move:
+        """Read all of a tensor."""
+        shape = tuple(into.shape)
+        return cls(index, stored, into, Box.of_unsigned((0,) * len(shape), shape))
 
     @property
     def is_straight(self) -> bool:
@@ -56,7 +63,7 @@ class Move:
         into = self.into
         return (
             self.stored == into.dtype
-            and into.device.type == "cpu"
+            and into.is_cpu
             and not into.is_conj()
             and not into.is_neg()
             and (into.is_contiguous() or not overlaps_itself(into))
@@ -66,11 +73,6 @@ class Move:
     def nbytes(self) -> int:
         """Length of the stored bytes."""
         return self.into.numel() * self.stored.itemsize
-
-    @property
-    def place(self) -> Box:
-        """The box, in elements of the tensor."""
-        return whole(self.into.shape) if self.box is None else self.box
 
     @property
     def key(self) -> tuple[int, Box, torch.dtype]:
@@ -108,21 +110,31 @@ def fill(checkpoint: Origin, moves: Sequence[Move]) -> None:
 def distinct(moves: Sequence[Move]) -> list[Move]:
     """Leave out what has the key of another one; of several, one that is straight stays."""
     first: dict[tuple[int, Box, torch.dtype], Move] = {}
-    for move in sorted(moves, key=lambda move: not move.is_straight):
-        first.setdefault(move.key, move)
+    for move in moves:
+        known = first.setdefault(move.key, move)
+        if known is not move and move.is_straight and not known.is_straight:
+            first[move.key] = move
     return list(first.values())
 
 
 def read(checkpoint: Origin, moves: Sequence[Move]) -> None:
     """Read boxes that are all different; see `fill`."""
-    straight = [move for move in moves if move.is_straight]
+    straight: list[Move] = []
+    staged: list[Move] = []
+    for move in moves:
+        (straight if move.is_straight else staged).append(move)
     if straight:
-        checkpoint.read_boxes([m.wanted() for m in straight], [_memory(m.into) for m in straight])
-    _fill_staged(checkpoint, [move for move in moves if not move.is_straight])
+        with paused_gc():
+            plan = checkpoint.plan_boxes([move.wanted() for move in straight])
+            places = [_memory(move.into) for move in straight]
+        checkpoint.read_boxes(plan, places)
+    _fill_staged(checkpoint, staged)
 
 
 def copy_twins(moves: Sequence[Move], first: Sequence[Move]) -> None:
     """Copy what was read to where the same is wanted."""
+    if len(first) == len(moves):
+        return
     sources = {move.key: move for move in first}
     for move in moves:
         source = sources[move.key]
@@ -132,9 +144,8 @@ def copy_twins(moves: Sequence[Move], first: Sequence[Move]) -> None:
 
 def mark_changed(moves: Sequence[Move]) -> None:
     """Let autograd know that these tensors have other values."""
-    for move in moves:
-        if not move.into.is_inference():
-            torch.autograd.graph.increment_version(move.into)
+    changed = [move.into for move in moves]
+    torch.autograd.graph.increment_version(changed)  # those of inference mode have no version
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

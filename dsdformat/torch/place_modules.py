@@ -38,6 +38,7 @@ class _Placement:
         self.plan = plan
         self.stored = stored
         self.path = path
+        self.prefix = f"{display(path)}/" if path else ""
         self.wanted: set[str] = set()
         self.tied: dict[int, list[str]] = {}  # id of a tensor -> its names, of all parts
         self.fits: dict[int, bool] = {}  # id of a tensor -> whether it will be loaded
@@ -72,7 +73,6 @@ class _Placement:
         live: dict[str, Any] = {}
         new: dict[str, tuple[Any, Path]] = {}
         for key, name, value in entries:
-            place = (*self.path, name)
             if not self._is_selected(name):
                 continue
             if is_placed(name, value):
@@ -82,28 +82,33 @@ class _Placement:
                     live[key] = model.registered(name, value)
             elif name in self.stored:
                 self.plan.builder.need(self.stored[name])
-                new[key] = (self.stored[name], place)
+                new[key] = (self.stored[name], (*self.path, name))
             else:
-                self.plan.report.missing.append(display(place))
+                self.plan.report.missing.append(self._full(name))
         live = {key: value for key, value in live.items() if value is not None}
         self.plan.installs.append(self._installer(model, live, new))
 
     def _is_selected(self, name: str) -> bool:
-        return display((*self.path, name)) in self.plan.selection
+        selection = self.plan.selection
+        return selection.everything or self._full(name) in selection
+
+    def _full(self, name: str) -> str:
+        """Return the display name of an entry; its path is displayed once for all of them."""
+        return self.prefix + display((name,))
 
     def _place_tensor(self, tensor: Any) -> bool:
         names = self.tied[id(tensor)]
         found = [name for name in names if name in self.stored and self._is_selected(name)]
         if not found:
-            self.plan.report.missing.append(display((*self.path, names[0])))
+            self.plan.report.missing.append(self._full(names[0]))
             return False
         first = self.stored[found[0]]
         for other in found[1:]:
             if not same_content(first, self.stored[other]):
-                name = display((*self.path, other))
+                name = self._full(other)
                 tied = f"the same as {found[0]}"
                 return self.plan.mismatch(name, "tie", f"other data than {found[0]}", tied)
-        return self.plan.place(first, tensor, display((*self.path, found[0])))
+        return self.plan.place(first, tensor, self._full(found[0]))
 
     def _installer(
         self, model: LiveModel, live: dict[str, Any], new: dict[str, tuple[Any, Path]]
@@ -131,9 +136,9 @@ class _Placement:
         seen = derived_tensors(module)
         others = stray_tensors(module)
         for name, tensor in (*named_tensors(module, persistent=False), *others):
-            full = display((*self.path, name))
             if not tensor.is_meta or self.plan.will_fill(tensor) or id(tensor) in seen:
                 continue
+            full = self._full(name)
             seen.add(id(tensor))
             if full in self.plan.selection and full not in reported:
                 self.plan.report.uninitialized.append(full)

@@ -99,14 +99,15 @@ class Plan:
         if not self._dtype_fits(stored, live, name, cast=cast):
             found, wanted = stored.entry.dtype, dtype_name(live.dtype)
             return self.mismatch(name, "dtype", found, wanted, castable=cast)
-        first, known = self._placed.setdefault(_memory_of(live), (stored, name))
+        local = local_of(live)
+        first, known = self._placed.setdefault(_memory_of(live, local), (stored, name))
         if known != name:
             same = same_content(first, stored)
             tie = f"other data than {known}", f"the same as {known}"
             return same or self.mismatch(name, "tie", *tie)
         if live.is_meta:
             return self._place_on_meta(stored, live, name)
-        if overlaps_itself(local_of(live)):
+        if overlaps_itself(local):
             return self.mismatch(name, "kind", str(stored), "a tensor whose elements share memory")
         self.memory.assign(live, stored.index)
         self._moves.extend(moves_into(stored, live))
@@ -280,7 +281,7 @@ def moves_into(stored: Stored, live: Any) -> Iterator[Move]:
     """List what is to be read into a tensor; of one that is spread, the boxes of this rank."""
     dtype, local = stored_dtype(stored), local_of(live)
     if not is_spread(live):
-        yield Move(stored.index, dtype, local)
+        yield Move.of_all(stored.index, dtype, local)
         return
     sharding, rank = sharding_of(live), global_rank()
     if rank in sharding.ranks:
@@ -289,9 +290,8 @@ def moves_into(stored: Stored, live: Any) -> Iterator[Move]:
             yield Move(stored.index, dtype, into, held.outer)
 
 
-def _memory_of(live: Any) -> Any:
+def _memory_of(live: Any, local: torch.Tensor) -> Any:
     """Return what tensors share that are the same memory seen in the same way."""
-    local = local_of(live)
     if live.is_meta or local.numel() == 0:
         return id(live)
     return local.data_ptr(), local.device, tuple(live.shape), local.stride(), local.dtype

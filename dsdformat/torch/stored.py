@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,19 +43,22 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A reference to a tensor of the checkpoint.
 
     Attributes:
         entry: The tensor.
         attributes: The hints of this reference.
-        name: Display name of the tensor.
     """
 
     entry: Entry
     attributes: Mapping[str, Any]
-    name: str
+
+    @property
+    def name(self) -> str:
+        """Display name of the tensor; made anew each time, since few are asked for."""
+        return self.entry.name
 
     @property
     def index(self) -> int:
@@ -91,13 +95,15 @@ class Live:
     value: Any
 
 
+_NO_HINTS: Mapping[str, Any] = MappingProxyType({})
+
+
 def read_tree(checkpoint: Origin) -> dict[str, Any]:
     """Return the nested state, with a `Stored` at each tensor and a `Composite` at others."""
     entries = list(checkpoint)
-    names = [entry.name for entry in entries]
 
     def tensor(ref: TensorRef) -> Stored:
-        return Stored(entries[ref.index], dict(ref.attributes), names[ref.index])
+        return Stored(entries[ref.index], dict(ref.attributes) if ref.attributes else _NO_HINTS)
 
     raw: dict[str, Any] = checkpoint.tree(replace(VALUES, tensor=tensor))
     return _composed(raw) if _has_composites(raw) else raw
@@ -218,13 +224,13 @@ def _pruned(value: Any, path: Path, selection: Selection) -> Any:
 
 def as_array(stored: Stored) -> Stored:
     """Return a reference to the same tensor, to be made a numpy array."""
-    return Stored(stored.entry, {FLAVOUR: NUMPY}, stored.name)
+    return Stored(stored.entry, {FLAVOUR: NUMPY})
 
 
 def as_tensor(stored: Stored) -> Stored:
     """Return a reference to the same tensor, to be made a tensor of torch."""
     rest = {key: value for key, value in stored.attributes.items() if key != FLAVOUR}
-    return Stored(stored.entry, rest, stored.name)
+    return Stored(stored.entry, rest)
 
 
 def names_of(tree: Any) -> dict[int, list[str]]:

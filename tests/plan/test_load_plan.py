@@ -95,6 +95,27 @@ def test_several_ranks_are_planned_as_each_by_itself(counted):
     assert (together[-1].reads, together[-1].read_nbytes, together[-1].files) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_whole_tensors_are_planned_together_as_they_are_one_by_one(counted, verify):
+    halves = [rows(0, 50), rows(50, 50)]
+    state = {
+        "small": uint8((30,)),
+        "none": uint8((0, 3)),
+        "blocks": uint8((3 * BLOCK + 5,)),
+        "halves": uint8((100, 64), halves),
+        "packed": uint8((2 * BLOCK,), codec="zstd"),
+        "twice": uint8((40,)),
+    }
+    checkpoint, storage = counted(state)
+    wanted = [Wanted(entry.index, whole(entry.shape)) for entry in checkpoint]
+    wanted += [Wanted(checkpoint.tensor("twice").index, Box((3,), (9,)))]
+    together = checkpoint.plan_boxes(wanted, verify=verify)
+    alone, _ = checkpoint.plan_ranks([wanted, []], verify=verify)
+    assert list(together.extents()) == list(alone.extents())
+    assert (together.room, together.wanted_nbytes) == (alone.room, alone.wanted_nbytes)
+    assert carry_out(checkpoint, storage, together) == carry_out(checkpoint, storage, alone)
+
+
 def test_a_plan_is_carried_out_as_often_as_wanted(counted):
     checkpoint, storage = counted({"w": uint8((100, 64))})
     plan = checkpoint.plan_boxes([Wanted(0, rows(10, 20))])
