@@ -99,6 +99,8 @@ class _Leaves:
         for item in items:
             tensor = self._resolved(item, path)
             adapted = (self.adapter if direct else ValueAdapter())(tensor, path)
+            if isinstance(adapted, TensorSource):
+                adapted = Reference(adapted, {})
             if not isinstance(adapted, Reference):
                 if lone:
                     return tensor  # in components, whole
