@@ -960,9 +960,9 @@ def fairscale(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module = types.ModuleType(place)
     module.FlattenParamsWrapper = FlattenParamsWrapper  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, place, module)
-    compat._wrappers.cache_clear()  # another test may have another one there
+    compat._child_of.cache_clear()  # another test may have another one there
     yield
-    compat._wrappers.cache_clear()
+    compat._child_of.cache_clear()
 
 
 @pytest.mark.usefixtures("fairscale")
