@@ -55,7 +55,7 @@ Examples:
   wanted_nbytes, read_nbytes
                         of all ranks
   needed_nbytes         what they have to read: what several want once, if
-                        they share reads
+                        they share reads; of blocks what is wanted
   over_read             read_nbytes over needed_nbytes
   peak_nbytes           the most memory that a rank needs
   ranks                 of each: rank, wanted_nbytes, read_nbytes,

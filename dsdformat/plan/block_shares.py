@@ -13,10 +13,24 @@ from typing import NamedTuple
 
 from dsdformat.boxes import Box, flat_boxes
 from dsdformat.format.checks import ChunkPlace
+from dsdformat.limits import MIB
 from dsdformat.plan.chunk_tables import ChunkTable
 from dsdformat.plan.copies import Copy, find_copy
+from dsdformat.plan.load_plan import BOUND
 
-__all__ = ["Block", "Met", "blocks_met", "boxes_of_block", "find_partial", "rest_of", "within"]
+__all__ = [
+    "BUCKET_NBYTES",
+    "Block",
+    "Met",
+    "blocks_met",
+    "boxes_of_block",
+    "find_partial",
+    "is_worth_it",
+    "rest_of",
+    "within",
+]
+
+BUCKET_NBYTES = 12 * MIB  # that a rank reads in a round, and sends to others, and gets
 
 
 class Block(NamedTuple):
@@ -118,6 +132,12 @@ def rest_of(
         stop = min((numbers[at] + count) * block_nbytes, place.nbytes) // itemsize
         yield from within(place, start, stop, box)
         at += count
+
+
+def is_worth_it(costs: Sequence[tuple[int, int]]) -> bool:
+    """Whether ranks that want so much, and would read so much more, read too much together."""
+    wanted, extra = sum(one for one, _ in costs), sum(one for _, one in costs)
+    return wanted + extra > BOUND * wanted
 
 
 def within(place: ChunkPlace, start: int, stop: int, box: Box) -> Iterator[Box]:

@@ -16,7 +16,7 @@ The rule:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dsdformat.boxes import Box, row_boxes
@@ -24,7 +24,16 @@ from dsdformat.limits import MIB
 from dsdformat.plan.block_shares import within
 from dsdformat.plan.load_plan import Chunks
 
-__all__ = ["PIECE_NBYTES", "ReadPart", "cut_reads", "cut_rows", "piece_nbytes", "share_out"]
+__all__ = [
+    "PIECE_NBYTES",
+    "ReadPart",
+    "cut_reads",
+    "cut_rows",
+    "is_even",
+    "piece_nbytes",
+    "share_out",
+    "share_out_counts",
+]
 
 PIECE_NBYTES = 16 * MIB
 _SHARE = 20
@@ -92,7 +101,7 @@ def share_out(nbytes: Sequence[int], writers: Sequence[int | None], ranks: int) 
         For each part the place of its reader among the ranks.
     """
     known = [writer for writer in writers if writer is not None]
-    if len(known) == len(nbytes) and _is_even(nbytes, known, ranks):
+    if len(known) == len(nbytes) and is_even(nbytes, known, ranks):
         return known
     readers = [0] * len(nbytes)
     heap = [(0, place) for place in range(ranks)]
@@ -103,7 +112,42 @@ def share_out(nbytes: Sequence[int], writers: Sequence[int | None], ranks: int) 
     return readers
 
 
-def _is_even(nbytes: Sequence[int], readers: Sequence[int], ranks: int) -> bool:
+def share_out_counts(counts: Mapping[int, int], ranks: int) -> dict[int, list[int]]:
+    """Choose readers as `share_out` does where nobody's writers are known, for parts told by size.
+
+    Args:
+        counts: How many parts there are, by their bytes.
+        ranks: How many there are.
+
+    Returns:
+        By bytes, how many of the parts each of the ranks reads.
+
+    Complexity: linear in sizes times ranks; not in parts, unless they are far smaller than others.
+    """
+    found: dict[int, list[int]] = {}
+    heap = [(0, place) for place in range(ranks)]
+    most = 0
+    for nbytes in sorted(counts, reverse=True):
+        left, taken = counts[nbytes], [0] * ranks
+        while left:
+            rounds = left // ranks if most - heap[0][0] < nbytes else 0
+            if rounds:  # each rank gets one in turn, and they are as far apart as before
+                taken = [one + rounds for one in taken]
+                heap = [(load + rounds * nbytes, place) for load, place in heap]
+                most += rounds * nbytes
+                left -= rounds * ranks
+                continue
+            load, place = heap[0]
+            heapq.heapreplace(heap, (load + nbytes, place))
+            most = max(most, load + nbytes)
+            taken[place] += 1
+            left -= 1
+        found[nbytes] = taken
+    return found
+
+
+def is_even(nbytes: Sequence[int], readers: Sequence[int], ranks: int) -> bool:
+    """Whether no rank reads more than a quarter too much, or a little."""
     loads = [0] * ranks
     for size, reader in zip(nbytes, readers, strict=True):
         loads[reader] += size

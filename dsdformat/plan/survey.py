@@ -1,8 +1,8 @@
 """What each rank of a mesh would read and hold, before there is any rank: columns over ranks.
 
 Pure. Tensors that are stored, cut and placed alike are planned once, and ranks that hold the same
-once, by the rules of `load_plan` and of `read_shares`: a thousand ranks times thousands of tensors
-take seconds.
+once, by the rules of `load_plan`, of `read_shares` and of blocks that are shared: a thousand ranks
+times thousands of tensors take seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from dsdformat.format.checks import ChunkPlace
 from dsdformat.format.codecs import RAW
 from dsdformat.format.dtypes import Dtype
 from dsdformat.limits import BLOCK_NBYTES_DEFAULT, MIB
+from dsdformat.plan.block_readers import BlockSet, share_blocks
+from dsdformat.plan.block_shares import BUCKET_NBYTES, is_worth_it
+from dsdformat.plan.block_tally import BlockTally
 from dsdformat.plan.load_plan import Chunks, LoadPlanner, Wanted
 from dsdformat.plan.mesh import Placement, Shard, coordinate_of, local_boxes
 from dsdformat.plan.read_shares import ReadPart, cut_reads, cut_rows, piece_nbytes, share_out
@@ -80,7 +83,7 @@ class RankTable:
             more, are not counted.
         held_nbytes: Memory of the shards.
         needed_nbytes: What all ranks together have to read: what they want, and what several want
-            once if they share reads.
+            once if they share reads. Of a block only what is wanted counts, whoever reads it.
         buffer_nbytes: Memory that reading takes beside the shards, at most.
     """
 
@@ -132,12 +135,14 @@ def survey(
         mesh: Sizes of the axes by name.
         wanted: The tensors.
         block_nbytes: Of the checkpoint.
-        share_reads: Whether ranks that want the same boxes read each of them once.
+        share_reads: Whether ranks that want the same boxes read each of them once, and, if blocks
+            would else be read too often, those that want parts of the same blocks each of these.
         writers: The rank that wrote each data file, if as many ranks have written; then tensors
             of one key must lie in the same files.
 
     Complexity: for each kind of tensor (stored, cut and placed alike) some 30 µs for each set of
-    ranks that hold the same of it, and as much for each part that one of them reads for others.
+    ranks that hold the same of it, and as much for each part that one of them reads for others;
+    and as `BlockTally`.
     """
     sizes = tuple(mesh.values())
     columns = np.zeros((3, *sizes), np.int64)
@@ -149,23 +154,25 @@ def survey(
     groups: dict[tuple[int, ...], list[_Kind]] = {}
     for alike in kinds.values():
         groups.setdefault(_cut_axes(alike[0], sizes), []).append(_Kind(alike[0], len(alike)))
-    needed = 0
+    needed = extra = 0
     for axes, group in groups.items():
-        numbers, least = _numbers(rules, axes, group)
+        numbers, least, more = _numbers(rules, axes, group)
         columns += numbers
         needed += least
+        extra += more
     passed = any(map(rules.shared, groups))
     wanted_nbytes, read_nbytes, held_nbytes = columns.reshape(3, -1)
     packed = any(one.stored.ratio != 1 for one in wanted)
-    buffers = _THREADS * (2 * block_nbytes if packed else MIB) + _STAGED_NBYTES if wanted else 0
+    reading = _THREADS * (2 * block_nbytes if packed else MIB)
+    buffers = reading + _STAGED_NBYTES if wanted else 0
+    buffers = max(buffers, _PASSED_NBYTES) if passed else buffers
+    if share_reads and is_worth_it([(int(wanted_nbytes.sum()), extra)]):
+        changes = _block_changes(rules, groups)
+        if changes is not None:
+            read_nbytes = read_nbytes + changes
+            buffers = max(buffers, 5 * max(BUCKET_NBYTES, block_nbytes) + reading)
     return RankTable(
-        dict(mesh),
-        len(wanted),
-        wanted_nbytes,
-        read_nbytes,
-        held_nbytes,
-        needed,
-        max(buffers, _PASSED_NBYTES) if passed else buffers,
+        dict(mesh), len(wanted), wanted_nbytes, read_nbytes, held_nbytes, needed, buffers
     )
 
 
@@ -181,15 +188,35 @@ class _Rules(NamedTuple):
         """Return the sizes of the other axes: along them ranks hold the same."""
         return tuple(size for axis, size in enumerate(self.sizes) if axis not in axes)
 
+    def alone(self, axes: Sequence[int]) -> bool:
+        """Whether what is cut along these axes is wanted by one rank each."""
+        return math.prod(self.others(axes)) == 1
+
     def shared(self, axes: Sequence[int]) -> bool:
         """Whether ranks read for each other what is cut along these axes alone."""
-        return self.share_reads and math.prod(self.others(axes)) > 1
+        return self.share_reads and not self.alone(axes)
 
     def read_nbytes(self, stored: StoredAs, boxes: Sequence[Box]) -> int:
         """Return how many bytes are read for some boxes of a tensor."""
         planner = LoadPlanner(self.block_nbytes, verify=stored.verified)
         planner.add(0, stored.chunks, [(at, Wanted(0, box)) for at, box in enumerate(boxes)])
         return round(planner.finish().range_nbytes * stored.ratio)
+
+    def coordinates(self, axes: Sequence[int]) -> Iterator[list[int]]:
+        """List the coordinates of the first rank at each position along these axes."""
+        cut = [self.sizes[axis] for axis in axes]
+        for position in range(math.prod(cut)):
+            coordinate = [0] * len(self.sizes)
+            for axis, index in zip(axes, coordinate_of(position, cut), strict=True):
+                coordinate[axis] = index
+            yield coordinate
+
+    def tally(self, own: Sequence[_Own]) -> BlockTally:
+        """Return what is wanted of the blocks of a tensor by ranks that hold this of it."""
+        one = own[0].kind.one
+        return BlockTally(
+            one.stored.chunks, one.shape, [some.boxes for some in own], self.block_nbytes
+        )
 
 
 class _Kind(NamedTuple):
@@ -203,6 +230,10 @@ class _Kind(NamedTuple):
         """Bytes of an element as it is stored."""
         return self.one.stored.chunks.dtype.itemsize
 
+    def is_in_blocks(self, axes: Sequence[int]) -> bool:
+        """Whether whole blocks are read of what is cut along these axes, some of them in part."""
+        return bool(axes) and self.one.stored.verified
+
 
 def _cut_axes(one: WantedTensor, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(
@@ -212,34 +243,52 @@ def _cut_axes(one: WantedTensor, sizes: Sequence[int]) -> tuple[int, ...]:
     )
 
 
-def _numbers(rules: _Rules, axes: tuple[int, ...], kinds: Sequence[_Kind]) -> tuple[Numbers, int]:
+def _numbers(
+    rules: _Rules, axes: tuple[int, ...], kinds: Sequence[_Kind]
+) -> tuple[Numbers, int, int]:
     """Count for tensors that are cut along the same axes.
 
     Returns:
-        Bytes wanted, read and held by each rank, and how many all have to read.
+        Bytes wanted, read and held by each rank, how many all have to read, and how many of whole
+        blocks nobody wants where each reads by itself.
     """
     sizes, others, shared = rules.sizes, rules.others(axes), rules.shared(axes)
-    cut = [sizes[axis] for axis in axes]
-    numbers = np.zeros((3, *sizes), np.int64)
-    needed = 0
+    cut = [size if axis in axes else 1 for axis, size in enumerate(sizes)]
+    alone = np.zeros((3, math.prod(cut)), np.int64)
+    extra = 0
+    for kind in kinds:
+        own = [_Own.of(kind, sizes, one) for one in rules.coordinates(axes)]
+        numel = np.array([one.numel for one in own], np.int64)
+        alone[0] += numel * kind.itemsize
+        alone[2] += numel * kind.one.itemsize
+        if kind.is_in_blocks(axes):
+            nbytes, more = rules.tally(own).count()
+            read = np.rint(nbytes * kind.one.stored.ratio).astype(np.int64)
+            alone[1] += kind.number * read
+            extra += kind.number * more * math.prod(others)
+        elif not shared:
+            alone[1] += [kind.number * rules.read_nbytes(*one[1:]) for one in own]
+    numbers = np.broadcast_to(alone.reshape(3, *cut), (3, *sizes)).copy()
+    if shared:
+        numbers[1] = _shared(rules, axes, kinds)
+    return numbers, int(alone[0].sum()) * (1 if shared else math.prod(others)), extra
+
+
+def _shared(rules: _Rules, axes: Sequence[int], kinds: Sequence[_Kind]) -> Numbers:
+    """Count what is read by each rank, where those at one position along the axes share reads."""
+    sizes = rules.sizes
+    numbers = np.zeros(sizes, np.int64)
+    world = np.arange(math.prod(sizes)).reshape(sizes)
     known: dict[Hashable, Sequence[int]] = {}
-    for position in range(math.prod(cut)):
-        place: list[Any] = [slice(None)] * len(sizes)
-        coordinate = [0] * len(sizes)
-        for axis, index in zip(axes, coordinate_of(position, cut), strict=True):
-            place[axis] = coordinate[axis] = index
+    for coordinate in rules.coordinates(axes):
+        place = tuple(
+            index if axis in axes else slice(None) for axis, index in enumerate(coordinate)
+        )
         own = [_Own.of(kind, sizes, coordinate) for kind in kinds]
         wanted = sum(one.numel * one.kind.itemsize for one in own)
-        numbers[(0, *place)] = wanted
-        numbers[(2, *place)] = sum(one.numel * one.kind.one.itemsize for one in own)
-        if shared:
-            ranks = np.arange(math.prod(sizes)).reshape(sizes)[tuple(place)].ravel().tolist()
-            read = np.reshape(_shares(rules, own, wanted, ranks, known), others)
-        else:
-            read = np.asarray(sum(one.kind.number * rules.read_nbytes(*one[1:]) for one in own))
-        numbers[(1, *place)] = read
-        needed += wanted if shared else wanted * math.prod(others)
-    return numbers, needed
+        ranks = world[place].ravel().tolist()
+        numbers[place] = np.reshape(_shares(rules, own, wanted, ranks, known), rules.others(axes))
+    return numbers
 
 
 class _Own(NamedTuple):
@@ -260,6 +309,20 @@ class _Own(NamedTuple):
     def numel(self) -> int:
         """Number of elements, of all tensors of the kind."""
         return self.kind.number * sum(box.numel for box in self.boxes)
+
+
+def _block_changes(rules: _Rules, groups: Mapping[tuple[int, ...], list[_Kind]]) -> Numbers | None:
+    """Return how much more ranks read, or less, if they share blocks; None if there are none."""
+
+    def find() -> Iterator[BlockSet]:
+        for axes, kinds in groups.items():
+            for kind in kinds:
+                if rules.alone(axes) and kind.is_in_blocks(axes):
+                    own = [_Own.of(kind, rules.sizes, one) for one in rules.coordinates(axes)]
+                    partial = rules.tally(own).partial()
+                    yield BlockSet(partial, kind.number, kind.one.stored.ratio)
+
+    return share_blocks(find(), math.prod(rules.sizes), rules.writers)
 
 
 class _Cost(NamedTuple):

@@ -19,8 +19,8 @@ import torch
 from dsdformat.boxes import Box
 from dsdformat.format.codecs import RAW
 from dsdformat.format.digests import digest
-from dsdformat.limits import MIB
 from dsdformat.plan.block_shares import (
+    BUCKET_NBYTES,
     Block,
     Met,
     blocks_met,
@@ -28,7 +28,6 @@ from dsdformat.plan.block_shares import (
     find_partial,
     rest_of,
 )
-from dsdformat.plan.load_plan import BOUND
 from dsdformat.plan.read_shares import share_out
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.alike import KEY_NBYTES, find_alike, trade
@@ -36,9 +35,8 @@ from dsdformat.torch.buffers import Scratch, box_view, copy_elements, typed
 from dsdformat.torch.comm import Comm, Pending, group_order
 from dsdformat.torch.moves import Move, put, read
 
-__all__ = ["BUCKET_NBYTES", "BlockMoves", "is_worth_it"]
+__all__ = ["BlockMoves"]
 
-BUCKET_NBYTES = 12 * MIB  # that a rank reads in a round, and sends to others, and gets
 _ALIGN = 16
 
 
@@ -324,12 +322,6 @@ class _Cursor:
         """Return the next bytes, as a tensor."""
         part = self.take_bytes(dtype.itemsize * math.prod(shape))
         return typed(part, dtype).view(tuple(shape))
-
-
-def is_worth_it(costs: Sequence[tuple[int, int]]) -> bool:
-    """Whether ranks that want so much, and would read so much more, read too much together."""
-    wanted, extra = sum(one for one, _ in costs), sum(one for _, one in costs)
-    return wanted + extra > BOUND * wanted
 
 
 def _views_of(one: _Read, data: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from dsdformat.boxes import Box
 from dsdformat.format.digests import digest
 from dsdformat.garbage import paused_gc
+from dsdformat.plan.block_shares import is_worth_it
 from dsdformat.plan.read_shares import ReadPart, cut_reads, cut_rows, piece_nbytes, share_out
 from dsdformat.reader import Checkpoint
 from dsdformat.torch.alike import KEY_NBYTES, find_alike
@@ -21,7 +22,7 @@ from dsdformat.torch.comm import Comm, group_order
 from dsdformat.torch.moves import Move, copy_twins, distinct, fill, mark_changed, read
 from dsdformat.torch.origin import Origin
 from dsdformat.torch.pass_on import Part, pass_on
-from dsdformat.torch.shared_blocks import BlockMoves, is_worth_it
+from dsdformat.torch.shared_blocks import BlockMoves
 
 __all__ = ["fill_together"]
 

@@ -35,11 +35,13 @@ def test_each_rank_has_a_row_and_ranks_that_are_alike_share_one(dsd, step):
     assert (result.code, result.err) == (0, "")
     lines = result.out.splitlines()
     assert lines[1:3] == ["  mesh     fsdp 4, tp 2: 8 ranks", "  tensors  4"]
-    assert lines[-2].split() == ["ranks", "wanted", "read", "ratio", "memory"]
+    assert lines[-3].split() == ["ranks", "wanted", "read", "ratio", "memory"]
     # Two rows of two columns, and two elements of the bias; for the moments the same. Ranks of one
-    # row want the same two elements, so one of them reads those of the weights' bias.
+    # row want the same two elements, so one of them reads those of the weights' bias. All want some
+    # of both blocks of the weights, which two ranks read.
     assert lines[3:5] == ["  wanted   384 B", "  needed   320 B"]
-    assert lines[-1].startswith("0 to 7    48 B  288 B  6.000")
+    assert lines[-2].startswith("0 to 1    48 B  160 B  3.333")
+    assert lines[-1].startswith("2 to 7    48 B   32 B  0.667")
 
 
 def test_ranks_that_read_by_themselves_have_more_to_read(dsd, step):
@@ -48,7 +50,7 @@ def test_ranks_that_read_by_themselves_have_more_to_read(dsd, step):
     assert lines[4] == "  needed   384 B"
     assert lines[-1].startswith("0 to 7    48 B  320 B  6.667")
     shared, alone = (dsd(*arguments, *more, "--json").json for more in ((), ("--no-share-reads",)))
-    assert shared["read_nbytes"] == alone["read_nbytes"] - 8 * 32
+    assert shared["read_nbytes"] == alone["read_nbytes"] - 8 * 32 - 7 * 2 * 128
     assert (shared["needed_nbytes"], alone["needed_nbytes"]) == (320, 384)
 
 

@@ -15,7 +15,7 @@ from dsdformat.format.codecs import RAW
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
 from dsdformat.plan.chunk_tables import ChunkTable
-from dsdformat.plan.read_shares import cut_reads, piece_nbytes, share_out
+from dsdformat.plan.read_shares import cut_reads, piece_nbytes, share_out, share_out_counts
 
 BLOCK = 64
 
@@ -112,3 +112,16 @@ def test_pieces_are_large_and_many_enough_to_be_even():
 
 def test_nothing_is_shared_out_if_there_is_nothing():
     assert share_out([], [], 3) == []
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_parts_told_by_size_are_shared_out_as_parts_are(seed):
+    chance = random.Random(seed)
+    ranks = chance.randint(1, 7)
+    sizes = chance.sample(range(1, 40), chance.randint(0, 4))
+    counts = {size: chance.randint(1, 30) for size in sizes}
+    flat = [size for size, count in counts.items() for _ in range(count)]
+    expected = {size: [0] * ranks for size in sizes}
+    for size, reader in zip(flat, share_out(flat, [None] * len(flat), ranks), strict=True):
+        expected[size][reader] += 1
+    assert share_out_counts(counts, ranks) == expected

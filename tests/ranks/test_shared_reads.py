@@ -54,12 +54,19 @@ def rows_only(model: nn.Module) -> nn.Module:
     return parallelize_module(model, mesh_of((distributed.get_world_size(),)), plan)
 
 
+def rows_of_columns(model: nn.Module) -> nn.Module:
+    mesh = mesh_of((2, 2), ("fsdp", "tp"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return fully_shard(parallelize_module(model, mesh["tp"], plan), mesh=mesh["fsdp"])
+
+
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ddp": DistributedDataParallel,
     "fsdp2": lambda model: fully_shard(model, mesh=mesh_of((distributed.get_world_size(),))),
     "hsdp": lambda model: fully_shard(model, mesh=mesh_of((2, 2), ("copies", "shards"))),
     "tp-rows": rows_only,
     "tp-columns": columns_and_rows,
+    "fsdp-tp": rows_of_columns,
 }
 
 
@@ -114,7 +121,7 @@ OF_2 = (
 )
 OF_4 = (
     *(("hsdp-4", "hsdp"), ("fsdp2-4", "hsdp")),
-    *(("hsdp-4", "fsdp2"), ("ddp-2", "tp-columns")),  # parts of blocks
+    *(("hsdp-4", "fsdp2"), ("ddp-2", "tp-columns"), ("fsdp2-4", "fsdp-tp")),  # parts of blocks
 )
 
 
@@ -172,12 +179,13 @@ def test_a_rank_that_loads_what_it_has_saved_opens_its_own_files(read, source, t
         assert {label.split("-")[1] for label, _, _ in own} == {f"{rank:05}"}
 
 
-MESHES: dict[str, tuple[dict[str, int], list[tuple[str, int | None, str]]]] = {
-    "ddp": ({"copies": 2}, []),
-    "fsdp2": ({"shard": 2}, []),
-    "tp-rows": ({"tp": 2}, [("*up.*", 0, "tp"), ("*down.*", 0, "tp")]),
-    "tp-columns": ({"tp": 2}, [("*up.*", 0, "tp"), ("*down.weight", 1, "tp")]),
-    "hsdp": ({"copies": 2, "shard": 2}, []),
+MESHES: dict[str, tuple[tuple[str, ...], list[tuple[str, int | None, str]]]] = {
+    "ddp": (("copies",), []),
+    "fsdp2": (("shard",), []),
+    "tp-rows": (("tp",), [("*up.*", 0, "tp"), ("*down.*", 0, "tp")]),
+    "tp-columns": (("tp",), [("*up.*", 0, "tp"), ("*down.weight", 1, "tp")]),
+    "hsdp": (("copies", "shard"), []),
+    "fsdp-tp": (("fsdp", "tp"), [("*up.*", 0, "tp"), ("*down.weight", 1, "tp")]),
 }
 
 
@@ -187,7 +195,8 @@ def test_each_rank_reads_what_a_preflight_says(read, source, target):
     with torch.device("meta"):
         model = Block()
         state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    mesh, shard = MESHES[target]
+    axes, shard = MESHES[target]
+    mesh = {axes[0]: len(per_rank)} if len(axes) == 1 else dict.fromkeys(axes, 2)
     found = dsd.preflight(read[source], state, mesh, shard=shard)
     assert found.fits, found
     actual = [sum(count for _, _, count in own) for own in per_rank]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,14 @@ import dsdformat.numpy
 import dsdformat.torch as dsd
 from dsdformat.convert.layouts import Layouts
 from dsdformat.errors import ArgumentError, MismatchError
+from dsdformat.plan.block_shares import (
+    BUCKET_NBYTES,
+    Block,
+    Met,
+    blocks_met,
+    find_partial,
+    is_worth_it,
+)
 from dsdformat.plan.load_plan import Wanted
 from dsdformat.plan.mesh import Replicate, Shard, coordinate_of, local_boxes
 from dsdformat.plan.placing_rules import Rule, place
@@ -191,14 +201,35 @@ def test_bytes_read_are_those_of_the_plan_of_each_rank(tmp_path_factory, data):
         table = survey(mesh, wanted, block_nbytes=block, share_reads=False)
         shared = survey(mesh, wanted, block_nbytes=block)
         plans = checkpoint.plan_ranks(boxes)
+        tables = [checkpoint.table.chunk_table(entry.index) for entry in checkpoint]
         each = checkpoint.plan_ranks([[one] for one in once])
     assert table.read_nbytes.tolist() == [plan.range_nbytes for plan in plans]
     assert table.wanted_nbytes.tolist() == [plan.wanted_nbytes for plan in plans]
     assert (table.held_nbytes * 2).tolist() == table.wanted_nbytes.tolist()
     assert table.needed_nbytes == sum(plan.wanted_nbytes for plan in plans)
     assert shared.wanted_nbytes.tolist() == table.wanted_nbytes.tolist()
-    assert int(shared.read_nbytes.sum()) == sum(plan.range_nbytes for plan in each)
+    saved = nbytes_of_shared_blocks(tables, boxes, block) if verify else 0
+    assert int(shared.read_nbytes.sum()) == sum(plan.range_nbytes for plan in each) - saved
     assert shared.needed_nbytes == sum(plan.wanted_nbytes for plan in each)
+
+
+def nbytes_of_shared_blocks(tables: list[Any], boxes: list[list[Wanted]], block: int) -> int:
+    """What ranks read less if they share blocks, of boxes that no other rank wants."""
+
+    def partial_of(mine: list[Wanted]) -> dict[Block, Met]:
+        found = (blocks_met(one.tensor, tables[one.tensor], one.box, block) for one in mine)
+        return find_partial(itertools.chain(*found))
+
+    wanted = sum(one.box.numel * 4 for mine in boxes for one in mine)
+    extra = [met.nbytes - met.wanted_nbytes for mine in boxes for met in partial_of(mine).values()]
+    if len(boxes) == 1 or not is_worth_it([(wanted, sum(extra))]):
+        return 0
+    holders = Counter(one for mine in boxes for one in mine)
+    own = [[one for one in mine if holders[one] == 1] for mine in boxes]
+    blocks = Counter(
+        met._replace(wanted_nbytes=0) for mine in own for met in partial_of(mine).values()
+    )
+    return sum((times - 1) * met.nbytes for met, times in blocks.items())
 
 
 def test_compressed_tensors_count_as_stored(tmp_path):
@@ -241,3 +272,32 @@ def test_ranks_read_in_turn_what_all_of_them_want(tmp_path):
         many = survey({"dp": 2, "tp": 2}, wanted)
     assert table.read_nbytes.tolist() == [2000 + 4, 1200 + 1200]
     assert many.read_nbytes.tolist() == [2000, 1200, 1200, 4]
+
+
+@pytest.mark.parametrize("share_reads", [True, False])
+def test_columns_of_what_is_stored_by_rows_are_read_once_and_take_memory(tmp_path, share_reads):
+    dsdformat.numpy.save(tmp_path / "c", {f"w{n}": np.zeros((4, 6), np.float32) for n in range(5)})
+    with dsdformat.open(tmp_path / "c") as checkpoint:
+        layouts = Layouts(checkpoint)
+        columns, rows = (
+            survey(
+                {"tp": 3},
+                [
+                    WantedTensor(layouts.of(entry.index), entry.shape, 4, (Shard(dim),))
+                    for entry in checkpoint
+                ],
+                block_nbytes=checkpoint.block_nbytes,
+                share_reads=share_reads,
+            )
+            for dim in (1, 0)
+        )
+    nbytes = 4 * 6 * 4
+    assert columns.wanted_nbytes.tolist() == [5 * nbytes // 3] * 3
+    assert columns.needed_nbytes == rows.needed_nbytes == 5 * nbytes
+    if share_reads:  # each of five blocks by one rank
+        assert columns.read_nbytes.tolist() == [2 * nbytes, 2 * nbytes, nbytes]
+        assert columns.over_read == 1
+        assert columns.buffer_nbytes >= 5 * BUCKET_NBYTES
+    else:
+        assert columns.read_nbytes.tolist() == [5 * nbytes] * 3
+        assert columns.buffer_nbytes < 5 * BUCKET_NBYTES
