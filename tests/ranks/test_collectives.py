@@ -311,7 +311,7 @@ def test_each_message_holds_many_tensors():
     assert len(calls) <= 16
 
 
-BUCKET = pytest.mark.parametrize("bucket", [64, 1 << 20], ids=["many-buckets", "one-bucket"])
+BUCKET = pytest.mark.parametrize("bucket", [128, 1 << 20], ids=["many-buckets", "one-bucket"])
 
 
 @pytest.mark.ranks(4)
