@@ -27,12 +27,14 @@ HELP = """Compare two checkpoints: names, dtypes, shapes, values and data.
 They may be of any kinds that are read, and laid out in any way. Data that
 has digests in both is not read; "dsd verify" checks that it has them. NaN is
 equal to the same NaN, and -0.0 is not equal to 0.0. Exits with 1 if something
-differs. What was written by other ranks, or compressed, is no difference.
+differs. What was written by other ranks, or compressed, is no difference, and
+neither is an optimizer by numbers in one, by names in the other.
 
 \b
 Examples:
   dsd diff step-1000 step-2000
   dsd diff step-1000 step-2000 --select 'model/*' --stats
+  dsd diff step-1000 step-1000.pt
   dsd diff step-1000 pytorch_model.bin --branch-a model
 
 \b

@@ -19,6 +19,8 @@ from dsdformat.convert.differing import NumbersDiffer, find_difference
 from dsdformat.convert.foreign import AnyTensor, Foreign, rooted
 from dsdformat.convert.kinds import open_any
 from dsdformat.convert.numbers import pieces
+from dsdformat.convert.optimizer_forms import optimizer_forms
+from dsdformat.convert.optimizer_naming import with_optimizers
 from dsdformat.convert.outputs import Progress
 from dsdformat.convert.transforms import branch
 from dsdformat.errors import FormatError, raise_problems
@@ -99,7 +101,9 @@ def diff(
 
     Two tensors are the same if their dtypes, shapes and bytes are: NaN is equal to the same NaN,
     and -0.0 is not equal to 0.0. Values are the same if their types are too. Placements, codecs,
-    hints of tensors and user metadata are not compared.
+    hints of tensors and user metadata are not compared. Optimizers that kinds of files have in
+    different forms, by numbers in one and by names in the other, are compared by names, if no
+    branch is given and both files tell them all.
 
     Args:
         a, b: Paths, or what `open_any` gives.
@@ -124,6 +128,8 @@ def diff(
             else stack.enter_context(open_any(one, unknown="record"))
             for one in (a, b)
         )
+        if branch_a is None and branch_b is None:
+            first, second = _of_one_form(first, second)
         selection = select if isinstance(select, Selection) else Selection(select)
         comparer = _Comparer((first.name, second.name), selection, stats=stats, progress=progress)
         sides = [
@@ -131,6 +137,16 @@ def diff(
             for one, name in ((first, branch_a), (second, branch_b))
         ]
         return comparer.run(*sides, ties=ties, order=order)
+
+
+def _of_one_form(a: Foreign, b: Foreign) -> tuple[Foreign, Foreign]:
+    """Give optimizers names, where they have other forms in one than in the other."""
+    if optimizer_forms(a.tree) == optimizer_forms(b.tree):
+        return a, b
+    (named_a, numbers_a), (named_b, numbers_b) = (
+        with_optimizers(one, "named", source=one) for one in (a, b)
+    )
+    return (a, b) if numbers_a or numbers_b else (named_a, named_b)
 
 
 class _Comparer:

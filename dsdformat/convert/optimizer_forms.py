@@ -29,6 +29,7 @@ __all__ = [
     "named",
     "named_order",
     "numbered",
+    "optimizer_forms",
 ]
 
 Path = tuple[Any, ...]
@@ -84,6 +85,26 @@ def is_flat(tree: Optimizer) -> bool:
     """Whether a dict is an optimizer's state whose keys are joined by dots."""
     starts = {key.partition(".")[0] if type(key) is str and "." in key else "" for key in tree}
     return GROUPS in starts and starts <= {STATE, GROUPS}
+
+
+def optimizer_forms(tree: Any) -> dict[Path, str]:
+    """Return the forms of the optimizers in a tree, by their paths."""
+    found: dict[Path, str] = {}
+
+    def note(one: Optimizer, path: Path) -> Any | None:
+        forms = {
+            "named": is_named(one),
+            "listed": has_lists(one, str),
+            "numbered": has_lists(one, int),
+            "flat": is_flat(one),
+        }
+        form = next((form for form, holds in forms.items() if holds), None)
+        if form is not None:
+            found[path] = form
+        return None if form is None else one
+
+    mapped_optimizers(tree, note)
+    return found
 
 
 def named(tree: Optimizer, names: Sequence[str]) -> dict[str, Any] | None:

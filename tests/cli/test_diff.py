@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import dsdformat.numpy
 import dsdformat.torch as dsd_torch
 from dsdformat import TensorSource
-from dsdformat.convert import diff
+from dsdformat.convert import convert, diff
 
 GOLDEN = """\
 different
@@ -155,6 +155,55 @@ def test_an_optimizer_is_compared_with_its_values(dsd, tmp_path):
             for kept in ("exp_avg", "exp_avg_sq", "step")
         },
     }
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory):
+    """One training in each form of an optimizer that files have."""
+    folder = tmp_path_factory.mktemp("forms")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    dsd_torch.save(folder / "ours", {"model": model, "optimizer": optimizer, "step": 3})
+    numbered = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    torch.save(numbered, folder / "numbered.pt")
+    convert(folder / "ours", folder / "listed", to="dcp")
+    return folder
+
+
+@pytest.mark.parametrize("pair", ["ours numbered.pt", "listed ours", "numbered.pt listed"])
+def test_optimizers_by_numbers_and_by_names_are_compared_by_names(dsd, forms, pair):
+    a, b = (forms / name for name in pair.split())
+    result = dsd("diff", a, b, "--json")
+    assert (result.code, result.json["equal"]) == (0, True)
+    assert (result.json["tensors"], result.json["values"]) == (16, 13)
+
+
+def test_what_differs_in_an_optimizer_of_another_form_has_the_name_of_its_parameter(
+    dsd, forms, tmp_path
+):
+    state = torch.load(forms / "numbered.pt")
+    state["optimizer"]["state"][1]["exp_avg"][0] += 1
+    state["optimizer"]["param_groups"][0]["lr"] = 0.5
+    torch.save(state, tmp_path / "other.pt")
+    result = dsd("diff", forms / "ours", tmp_path / "other.pt", "--json")
+    assert (result.code, result.json["only_a"], result.json["only_b"]) == (1, [], [])
+    assert [(one["name"], one["what"]) for one in result.json["changes"]] == [
+        ("optimizer/param_groups/0.weight/lr", "value"),
+        ("optimizer/state/0.bias/exp_avg", "data"),
+    ]
+
+
+def test_an_optimizer_whose_names_nothing_tells_is_compared_as_it_is(dsd, forms, tmp_path):
+    state = torch.load(forms / "numbered.pt")
+    del state["model"]
+    torch.save(state, tmp_path / "other.pt")
+    result = dsd("diff", forms / "ours", tmp_path / "other.pt", "--select", "optimizer/*", "--json")
+    assert result.code == 1
+    assert "optimizer/state/0.bias/exp_avg" in result.json["only_a"]
+    assert "optimizer/state/@1/exp_avg" in result.json["only_b"]
 
 
 def test_names_that_are_tied_in_one_alone_are_a_difference(dsd, pair):

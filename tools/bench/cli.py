@@ -32,7 +32,7 @@ EXAMPLES = """examples:
 
 Tables are Markdown, and go to the standard output; progress goes to the other. The exit code is 1
 if something failed. Peers that are not installed are left out with a line that says so; they come
-with pip install 'dsdformat[bench]'. NOTES.md tells what to mind when measuring, and what stands
+with pip install '.[bench]'. NOTES.md tells what to mind when measuring, and what stands
 between the figures and the limits."""
 
 

@@ -82,6 +82,9 @@ SHORT = Goal(PLANES, "stored / data", most=0.01, minus=ZIPNN)
 IN = (SHORT, bound_time(PLANES, 1.0, ZIPNN))  # at least its speed
 OUT = (bound_time(PLANES, 1 / 0.6, ZIPNN),)
 
+RESHARDED = (bound_time(DSD, 0.35, "dcp"), Goal(DSD, "read / data", most=1.05))
+EXPORT = "dsdformat (export)"
+
 GOALS: Mapping[str, Sequence[Goal]] = {
     "save": (bound_time(DSD, 0.90), bound_peak(DSD)),
     "save-small": (bound_time(DSD, 2.0),),
@@ -91,6 +94,16 @@ GOALS: Mapping[str, Sequence[Goal]] = {
     "open-one": (bound_time(OPEN_READ, 2.3),),
     "background": (bound_time(DSD, 1.2), Goal(DSD, "training", least=0.7)),
     "background-first": (bound_time(DSD, 2.5),),
+    "convert": tuple(
+        bound_time(f"dsdformat ({source})", 1.5, "copy") for source in ("rows", "columns", "of dcp")
+    ),
+    "ranks-save": (bound_time(DSD, 1.05),),
+    "ranks-load": (bound_time(DSD, 2.0),),
+    "ranks-load-2-of-4": RESHARDED,
+    "ranks-load-4-of-2": RESHARDED,
+    "ranks-load-columns": RESHARDED,
+    "ranks-gather": (bound_time(EXPORT, 1.3), Goal(EXPORT, "rank 0 MiB", most=320)),
+    "ranks-broadcast": (bound_time("dsdformat (set_state_dict)", 1.5),),
     **{f"compress-{kind}": IN for kind in KINDS},
     **{f"decompress-{kind}": OUT for kind in KINDS},
 }
