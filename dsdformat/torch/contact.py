@@ -22,8 +22,9 @@ _PATIENCE_S = 5.0
 _ANSWER_S = 5.0  # for a store that may be gone with the rank that serves it
 _PAUSE_S, _PAUSE_MAX_S = 0.02, 0.5
 
-# What was found, for each store and group. Contact that was lost once is not found again.
-_found: dict[tuple[int, str], list[int]] = {}
+# What was found, for each store and group; with the store, so that no other one gets its id.
+# Contact that was lost once is not found again.
+_found: dict[tuple[int, str], tuple[Any, list[int]]] = {}
 
 
 def find_silent(ranks: Sequence[int], own: int, group: str = "") -> list[int]:
@@ -47,16 +48,16 @@ def find_silent(ranks: Sequence[int], own: int, group: str = "") -> list[int]:
     key = f"dsdformat/lost/{digest}"
     place = id(store), key
     if place not in _found:
-        _found[place] = []
+        _found[place] = store, []
         asking = threading.Thread(
             target=_ask,
-            args=(store, key, ranks, own, _found[place]),
+            args=(store, key, ranks, own, _found[place][1]),
             name="dsdformat-ask",
             daemon=True,
         )
         asking.start()
         asking.join(_PATIENCE_S + _ANSWER_S)
-    return list(_found[place])
+    return list(_found[place][1])
 
 
 def _ask(store: Any, key: str, ranks: Sequence[int], own: int, silent: list[int]) -> None:
