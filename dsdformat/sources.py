@@ -24,6 +24,7 @@ __all__ = [
     "copy_into",
     "is_bytes",
     "iter_blocks",
+    "source_of",
 ]
 
 # The packed row-major bytes of a box: a contiguous buffer, or a function that makes an iterable
@@ -102,6 +103,11 @@ class Reference:
 
     source: TensorSource
     attributes: Mapping[str, Any]
+
+
+def source_of(leaf: TensorSource | Reference) -> TensorSource:
+    """Return the source that a leaf of the state is, or refers to."""
+    return leaf.source if isinstance(leaf, Reference) else leaf
 
 
 def iter_blocks(data: Data, nbytes: int, block_nbytes: int, name: str) -> Iterator[Buffer]:

@@ -16,7 +16,7 @@ from dsdformat.format.manifest import Mesh
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import Encoded, Leaf, TensorRef, encode, encoded_key
 from dsdformat.parts import TensorRecord
-from dsdformat.sources import Reference, TensorSource
+from dsdformat.sources import Reference, TensorSource, source_of
 
 __all__ = ["Codec", "StatePlan", "plan_state"]
 
@@ -80,7 +80,7 @@ class _Planner:
             value = NotImplemented if self._adapt is None else self._adapt(value, path)
             if not isinstance(value, _TENSORS):
                 return value
-        source = value.source if isinstance(value, Reference) else value
+        source = source_of(value)
         number = self._numbers.get(id(source))
         if number is None:
             number = self._numbers[id(source)] = len(self.tensors)

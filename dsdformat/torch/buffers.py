@@ -19,6 +19,7 @@ from dsdformat.format.digests import Hasher
 from dsdformat.limits import MIB
 
 __all__ = [
+    "OWN_CLASSES",
     "Data",
     "Scratch",
     "Slabs",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 SLAB_NBYTES = 4 * MIB
+OWN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})  # those of torch that are no subclass
 _CARRIERS = {
     1: torch.uint8,
     2: torch.int16,

@@ -23,6 +23,7 @@ from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import find_key_fault
 from dsdformat.limits import DEPTH_MAX
+from dsdformat.torch.buffers import OWN_CLASSES
 from dsdformat.torch.compat import coo_components, known_seqlens, plain_functions
 from dsdformat.torch.dtypes import torch_dtype
 
@@ -69,7 +70,6 @@ _PROTOTYPE_WARNINGS = (
 )
 
 
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 # Complex ones may be conjugated in name only.
 _PLAIN_DTYPES = frozenset(
     dtype for dtype in map(torch_dtype, DTYPES) if dtype is not None and not dtype.is_complex
@@ -86,7 +86,7 @@ class _Fault(Exception):  # noqa: N818 -- never leaves this module
 
 def find_kind(tensor: torch.Tensor) -> str | None:
     """Name how a tensor is composed, or return None for one strided block (or a DTensor)."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested:
+    if type(tensor) in OWN_CLASSES and not tensor.is_nested:
         return _KINDS.get(tensor.layout)
     with plain_functions():
         if tensor.is_nested:
@@ -103,7 +103,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     of the time.
     """
     return (
-        type(tensor) in _PLAIN_TYPES
+        type(tensor) in OWN_CLASSES
         and tensor.layout is torch.strided
         and tensor.is_cpu
         and tensor.dtype in _PLAIN_DTYPES

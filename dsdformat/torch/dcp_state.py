@@ -20,7 +20,7 @@ from dsdformat.errors import MismatchError, UnsupportedValueError
 from dsdformat.format.manifest import Mesh
 from dsdformat.format.paths import render_path
 from dsdformat.plan.sharding import MeshSharding
-from dsdformat.sources import Data, Reference, TensorSource
+from dsdformat.sources import Data, Reference, TensorSource, source_of
 from dsdformat.torch.buffers import data_of
 from dsdformat.torch.comm import is_distributed
 from dsdformat.torch.dcp_nesting import ABSENT, Path, completed, find_path, has_index, nested
@@ -99,22 +99,21 @@ class _Leaves:
         for item in items:
             tensor = self._resolved(item, path)
             adapted = (self.adapter if direct else ValueAdapter())(tensor, path)
-            if isinstance(adapted, TensorSource):
-                adapted = Reference(adapted, {})
-            if not isinstance(adapted, Reference):
+            if not isinstance(adapted, (Reference, TensorSource)):
                 if lone:
                     return tensor  # in components, whole
                 raise _no_block(path)
-            data = adapted.source.chunks[0][1] if direct else _anew(self.planner, item)
+            source = source_of(adapted)
+            data = source.chunks[0][1] if direct else _anew(self.planner, item)
             chunks += _chunks(_box(item), shape, data)
-            dtypes.add(adapted.source.dtype)
+            dtypes.add(source.dtype)
             hints = dict(adapted.attributes)
         if len(dtypes) > 1:
             raise _conflict(path, f"its shards are {' and '.join(sorted(dtypes))}")
         layout = self._layout(items)
-        source = TensorSource(dtypes.pop(), shape, chunks, layout=layout)
+        made = TensorSource(dtypes.pop(), shape, chunks, layout=layout)
         # Of a shard a hint would be another one than those of other ranks.
-        return Reference(source, hints if lone and not has_index(path) else {})
+        return Reference(made, hints if lone and not has_index(path) else {})
 
     def _resolved(self, item: WriteItem, path: Path) -> torch.Tensor:
         tensor = self.planner.resolve_data(item)

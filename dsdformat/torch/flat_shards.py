@@ -10,6 +10,7 @@ import torch
 from dsdformat.errors import shorten
 from dsdformat.flat_joining import differ, join_shards
 from dsdformat.flat_layout import FlatLayout
+from dsdformat.torch.buffers import OWN_CLASSES
 from dsdformat.torch.flat_layout import pack
 
 __all__ = ["consolidate"]
@@ -79,5 +80,5 @@ class _Tensors:
 
 
 def _is_plain(value: Any) -> bool:
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
+    plain = type(value) in OWN_CLASSES and value.layout == torch.strided
     return plain and not value.is_quantized

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsdformat.limits import DEPTH_MAX
+from dsdformat.torch.buffers import OWN_CLASSES
 from dsdformat.torch.compat import is_lazy
 from dsdformat.torch.fqn import named_tensors
 from dsdformat.torch.introspect import Kind, find_children, kind_of
@@ -112,11 +113,7 @@ def _has_memory(tensor: Any) -> bool:
     if isinstance(tensor, torch.Tensor) and (is_lazy(tensor) or tensor.is_nested):
         return False
     local = local_of(tensor)
-    return (
-        local.layout == torch.strided
-        and not local.is_meta
-        and type(local) in (torch.Tensor, torch.nn.Parameter)
-    )
+    return local.layout == torch.strided and not local.is_meta and type(local) in OWN_CLASSES
 
 
 def _span(tensor: Any) -> tuple[int, Span]:

@@ -18,7 +18,7 @@ from dsdformat.format.values import encode, encoded_key
 from dsdformat.plan.kept_plans import KeptPlans
 from dsdformat.plan.mesh import Replicate
 from dsdformat.plan.sharding import BoxSharding, FlatSharding, Held, MeshSharding, Sharding, on_each
-from dsdformat.sources import Reference, TensorSource
+from dsdformat.sources import Reference, TensorSource, source_of
 from dsdformat.torch.agreement import Holders
 from dsdformat.torch.buffers import data_of, memory_order
 from dsdformat.torch.comm import Comm
@@ -108,8 +108,7 @@ class RankAdapter(Adapter):
             return self._reference(value, identity)
         made = super().__call__(value, place)
         if isinstance(made, (Reference, TensorSource)) and not self._writes(place):
-            source = made.source if isinstance(made, Reference) else made
-            return Reference(self._empty(source), made.attributes)
+            return Reference(self._empty(source_of(made)), made.attributes)
         return made
 
     def _reference(self, tensor: Any, identity: Any) -> Reference:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dsdformat.torch.buffers import copy_elements, empty
+from dsdformat.torch.buffers import OWN_CLASSES, copy_elements, empty
 from dsdformat.torch.comm import Comm, group_order
 from dsdformat.torch.distribute import fill_shard
 from dsdformat.torch.exchange import exchange, places, share
@@ -148,7 +148,7 @@ def host_copy(value: Any) -> Any:
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if tensor.layout != torch.strided or type(tensor) not in OWN_CLASSES:
         return tensor.clone().cpu()
     copy = empty(tensor.shape, tensor.dtype)
     copy_elements(tensor, copy)

@@ -14,7 +14,7 @@ from dsdformat.boxes import Box, whole
 from dsdformat.errors import MismatchError, UnsupportedValueError
 from dsdformat.plan.mesh import Placement, Replicate, Shard
 from dsdformat.plan.sharding import BoxSharding, Held, MeshSharding, Sharding
-from dsdformat.torch.buffers import box_view
+from dsdformat.torch.buffers import OWN_CLASSES, box_view
 
 __all__ = [
     "FlatShard",
@@ -85,9 +85,6 @@ class FlatShard:
         return self
 
 
-_WHOLE = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
 def is_dtensor(value: Any) -> bool:
     """Whether a value is a DTensor. Loads nothing of torch."""
     package = sys.modules.get("torch.distributed.tensor")
@@ -101,14 +98,14 @@ def _is_sharded_tensor(value: Any) -> bool:
 
 def is_spread(value: Any) -> bool:
     """Whether a value is a tensor of which this rank holds a shard."""
-    if type(value) in _WHOLE:  # by far the most, and asked for each many times
+    if type(value) in OWN_CLASSES:  # by far the most, and asked for each many times
         return False
     return isinstance(value, FlatShard) or is_dtensor(value) or _is_sharded_tensor(value)
 
 
 def is_tensor(value: Any) -> bool:
     """Whether a value is a tensor, whole or spread."""
-    return type(value) in _WHOLE or isinstance(value, torch.Tensor) or is_spread(value)
+    return type(value) in OWN_CLASSES or isinstance(value, torch.Tensor) or is_spread(value)
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
@@ -186,7 +183,7 @@ def _sharding_of_sharded(tensor: Any) -> Sharding:
 
 def local_of(tensor: Any) -> torch.Tensor:
     """Return what this rank holds of a tensor: the tensor itself if it is not spread."""
-    if type(tensor) in _WHOLE:
+    if type(tensor) in OWN_CLASSES:
         whole_one: torch.Tensor = tensor.detach()
         return whole_one
     if isinstance(tensor, FlatShard):

@@ -16,17 +16,13 @@ from dsdformat.plan.block_shares import (
     find_partial,
     rest_of,
 )
-from tests.plan.test_read_shares import BLOCK, block_numbers, rows, slices, table_of
+from tests.plan.test_read_shares import BLOCK, block_numbers, drawn, rows, slices, table_of
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_what_a_box_has_of_each_block_is_counted_by_element(seed):
     chance = random.Random(seed)
-    shape = tuple(chance.randint(1, 23) for _ in range(chance.randint(1, 3)))
-    ends = sorted(chance.sample(range(1, shape[0]), min(shape[0] - 1, chance.randint(0, 3))))
-    chunks = rows(shape, *ends)
-    start = tuple(chance.randrange(size) for size in shape)
-    box = Box(start, tuple(chance.randint(1, n - at) for n, at in zip(shape, start, strict=True)))
+    shape, chunks, box = drawn(chance)
     owner = np.zeros((*shape, 2), int)  # chunk and block of each element
     for number, chunk in enumerate(chunks):
         owner[slices(chunk)] = np.stack(

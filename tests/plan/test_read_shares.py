@@ -45,14 +45,20 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_parts_cover_a_box_once_and_share_no_block(seed):
-    chance = random.Random(seed)
+def drawn(chance: random.Random) -> tuple[tuple[int, ...], list[Box], Box]:
+    """Draw a shape, the chunks that it is stored in, and a box of it."""
     shape = tuple(chance.randint(1, 23) for _ in range(chance.randint(1, 3)))
     ends = sorted(chance.sample(range(1, shape[0]), min(shape[0] - 1, chance.randint(0, 3))))
     chunks = rows(shape, *ends)
     start = tuple(chance.randrange(size) for size in shape)
     box = Box(start, tuple(chance.randint(1, n - at) for n, at in zip(shape, start, strict=True)))
+    return shape, chunks, box
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_parts_cover_a_box_once_and_share_no_block(seed):
+    chance = random.Random(seed)
+    shape, chunks, box = drawn(chance)
     parts = list(cut_reads(table_of(shape, chunks), box, BLOCK, chance.choice((1, 100, 700))))
     taken = np.zeros(shape, int)
     owners: dict[tuple[int, int], int] = {}
