@@ -33,7 +33,8 @@ from dsdformat.signing import (
 )
 from dsdformat.storage.base import Storage
 from dsdformat.storage.local import LocalStorage, find_names
-from dsdformat.storage.target import LocalTarget, replace_file
+from dsdformat.storage.renames import replace_file
+from dsdformat.storage.target import LocalTarget
 from dsdformat.verify import Progress, Report, verify_storage
 from dsdformat.writer import Codec, Writer
 

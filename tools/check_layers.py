@@ -149,7 +149,7 @@ UNSAFE_NAMES = (
 UNSAFE_BUILTINS = ("eval", "exec", "compile", "__import__", "breakpoint", "__builtins__", "globals")
 EXCEPTIONS = {
     "storage.sink": ("ctypes",),  # sync_file_range, which Python does not offer
-    "storage.target": ("ctypes",),  # renameat2, likewise
+    "storage.renames": ("ctypes",),  # renameat2, likewise
 }
 # Modules in which a name is looked up that is no literal, as `getattr(torch, name)`. It must be
 # from a table of ours, never from a file.

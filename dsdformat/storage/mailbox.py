@@ -21,7 +21,8 @@ from pathlib import Path
 
 from dsdformat.errors import StorageError
 from dsdformat.storage.local import storage_errors
-from dsdformat.storage.target import FileSink, locks, make_partial
+from dsdformat.storage.partials import locks, make_partial
+from dsdformat.storage.sink import FileSink
 
 __all__ = ["Mailbox"]
 

@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dsdformat import folders
 from dsdformat.errors import ArgumentError, StorageError
 from dsdformat.folders import PathLike
+from dsdformat.storage.beside import BesideTarget
+from dsdformat.storage.target import LocalTarget
 from dsdformat.torch.comm import is_distributed
 from dsdformat.torch.dcp_assignment import Assignment, current_assignment
 from dsdformat.torch.dcp_options import check_options, is_checkpoint_id
@@ -52,6 +53,7 @@ class DsdStorageWriter(StorageWriter, AsyncStager):
     """
 
     _synchronize_after_execute = False  # `stage` returns when the copy is made
+    _target_type: type[LocalTarget] = LocalTarget
 
     def __init__(
         self,
@@ -220,21 +222,25 @@ class DsdStorageWriter(StorageWriter, AsyncStager):
 
     def _begin(self, world_size: int, adapter: ValueAdapter) -> Writer:
         try:
-            return folders.create(
-                self.path,
-                overwrite=self.overwrite,
-                codec=self._codec,
-                user=self._user,
-                world_size=world_size,
-                threads=self._threads,
-                adapt=adapter,
-            )
+            target = self._target_type(self.path, overwrite=self.overwrite)
         except StorageError as error:
             if error.code != "already_exists":
                 raise
             raise StorageError(
                 f"Checkpoint already exists: {self.path}", code=error.code, hint=error.hint
             ) from error
+        try:
+            return Writer(
+                target,
+                codec=self._codec,
+                user=self._user,
+                world_size=world_size,
+                threads=self._threads,
+                adapt=adapter,
+            )
+        except BaseException:
+            target.abort()
+            raise
 
     def _write(self, plan: SavePlan, planner: SavePlanner, told: Assignment) -> bytes:
         save = self._save
@@ -263,7 +269,13 @@ class DsdStorageWriter(StorageWriter, AsyncStager):
 
 
 class FileSystemWriter(DsdStorageWriter):
-    """The same under torch's name, and with torch's default: what is there is replaced."""
+    """The same under torch's name, and with its defaults.
+
+    A checkpoint that is there is replaced, and one is made beside the other files of a folder;
+    not both at once, since these files would be lost.
+    """
+
+    _target_type = BesideTarget
 
     def __init__(self, path: PathLike, *, overwrite: bool = True, **options: Any) -> None:
         """Say where and how to write; see `DsdStorageWriter`."""

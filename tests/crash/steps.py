@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from dsdformat.storage import target
+from dsdformat.storage import renames
 
 REFUSED = (
     *("copy_file_range", "fdatasync", "posix_fallocate", "pwrite", "remove"),
@@ -69,7 +69,7 @@ class Steps:
         self._handles = itertools.count(1)
         self._files: dict[int, tuple[int, str]] = {}
         self._real = {name: getattr(os, name) for name in (*CALLS, *REFUSED)}
-        self._exchange, self._flock = target._exchange, fcntl.flock
+        self._exchange, self._flock = renames.exchange, fcntl.flock
 
     def descriptors(self) -> list[int]:
         """List what the save has open."""
@@ -241,7 +241,7 @@ def watched(
         for name in CALLS:
             patch.setattr(os, name, getattr(steps, name))
         patch.setattr(os, "supports_dir_fd", {*os.supports_dir_fd, os.open})
-        patch.setattr(target, "_exchange", steps.exchange)
+        patch.setattr(renames, "exchange", steps.exchange)
         patch.setattr(fcntl, "flock", steps.flock)
         yield steps
 
@@ -272,5 +272,5 @@ def die(
             died = len(steps.begun) >= number
     for fd in steps.descriptors():
         os.close(fd)
-    target._sync_entry.cache_clear()
+    renames._sync_entry.cache_clear()
     return steps.done, died

@@ -8,7 +8,7 @@ import pytest
 
 import dsdformat
 from dsdformat import IncompleteError, TensorSource
-from dsdformat.storage import target
+from dsdformat.storage import renames
 
 OLD, NEW = b"o" * 50_000, b"n" * 50_000
 
@@ -17,7 +17,7 @@ OLD, NEW = b"o" * 50_000, b"n" * 50_000
 def path(request, tmp_path, monkeypatch) -> Path:
     """An old checkpoint, on a system with and without an exchange of names."""
     if request.param == "no-exchange":
-        monkeypatch.setattr(target, "_exchange", lambda *_: False)
+        monkeypatch.setattr(renames, "exchange", lambda *_: False)
     save(tmp_path / "c", OLD)
     return tmp_path / "c"
 

@@ -18,7 +18,7 @@ import pytest
 import dsdformat
 from dsdformat import StorageError, TensorSource
 from dsdformat.errors import DsdError
-from dsdformat.storage import target
+from dsdformat.storage import partials, renames, target
 from dsdformat.storage.memory import MemoryTarget
 from dsdformat.storage.target import FileSink, LocalTarget
 
@@ -53,7 +53,7 @@ def names_in(folder: Path) -> list[str]:
 @pytest.fixture
 def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that cannot exchange two names."""
-    monkeypatch.setattr(target, "_exchange", lambda *_: False)
+    monkeypatch.setattr(renames, "exchange", lambda *_: False)
 
 
 @pytest.fixture(params=["exchange", "no-exchange"])
@@ -287,12 +287,12 @@ def fail_exchange(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
         ctypes.set_errno(code)
         return -1
 
-    monkeypatch.setattr(target, "_renameat2", lambda: renameat2)
+    monkeypatch.setattr(renames, "_renameat2", lambda: renameat2)
 
 
 def test_a_system_without_the_call_is_noticed(tmp_path, save_folder, monkeypatch):
     save_folder(tmp_path / "c", "old")
-    monkeypatch.setattr(target, "_renameat2", lambda: None)
+    monkeypatch.setattr(renames, "_renameat2", lambda: None)
     save_folder(tmp_path / "c", "new", overwrite=True)
     assert word_of(tmp_path / "c") == "new"
 
@@ -450,7 +450,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(
 
 def entries_are_durable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the flushes of the folders above, which come once a process."""
-    monkeypatch.setattr(target, "_sync_entries", lambda path: None)
+    monkeypatch.setattr(target, "sync_entries", lambda path: None)
 
 
 @pytest.mark.parametrize("calls", range(4), ids=["data", "manifest", "folder", "parent"])
@@ -555,8 +555,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     entries_are_durable(monkeypatch)
     watch(os, "fsync", lambda fd: f"flush {name(os.readlink(f'/proc/self/fd/{fd}'))}")
     watch(os, "rename", lambda a, b: f"rename {name(a)} {name(b)}")
-    watch(target, "_exchange", lambda a, b: f"exchange {name(a)} {name(b)}")
-    watch(target.shutil, "rmtree", lambda path, *_: f"remove {name(path)}")
+    watch(renames, "exchange", lambda a, b: f"exchange {name(a)} {name(b)}")
+    watch(partials.shutil, "rmtree", lambda path, *_: f"remove {name(path)}")
     return found
 
 
@@ -626,8 +626,8 @@ def test_a_save_that_fails_flushes_nothing_that_it_removes(tmp_path, events):
 def test_the_folders_above_a_checkpoint_are_durable_too_and_flushed_once(tmp_path, monkeypatch):
     """Whoever made them may have flushed nothing."""
     flushed: list[str] = []
-    flush = target._sync_folder
-    monkeypatch.setattr(target, "_sync_folder", lambda one: (flushed.append(str(one)), flush(one)))
+    flush = renames.sync_folder
+    monkeypatch.setattr(renames, "sync_folder", lambda one: (flushed.append(str(one)), flush(one)))
     (tmp_path / "runs" / "one").mkdir(parents=True)
     above = [str(tmp_path), str(tmp_path / "runs")]
     LocalTarget(tmp_path / "runs" / "one" / "c").abort()

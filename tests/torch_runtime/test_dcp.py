@@ -28,12 +28,12 @@ import numpy as np  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from exact import assert_same, assert_same_tensor  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.checkpoint import format_utils  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 from torch.distributed.checkpoint.default_planner import (  # noqa: E402
     DefaultLoadPlanner,
     DefaultSavePlanner,
 )
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata  # noqa: E402
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
@@ -469,13 +469,10 @@ def test_a_checkpoint_of_dsd_save_is_read_by_dcp(path):
 def test_torchs_own_tool_makes_a_file_of_it(path, tmp_path):
     model, optimizer = training()
     state = {"model": dict(model.state_dict()), "groups": optimizer.state_dict()["param_groups"]}
-    FileSystemWriter(path)
     save(path, state)
-    import torch.distributed.checkpoint.format_utils as tool
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tool, "FileSystemReader", FileSystemReader)
-        dcp_to_torch_save(path, tmp_path / "all.pt")
+        patch.setattr(format_utils, "FileSystemReader", FileSystemReader)
+        format_utils.dcp_to_torch_save(path, tmp_path / "all.pt")
     assert_same(torch.load(tmp_path / "all.pt", weights_only=False), state)
 
 
@@ -673,6 +670,20 @@ def test_a_folder_that_is_no_checkpoint_is_never_replaced(path):
     assert failure(caught).code == "not_replaceable"
     assert left_in(path) == ["thesis.tex"]
     assert left_in(path.parent) == ["step-1"]
+
+
+def test_the_writer_of_torchs_name_writes_beside_other_files_as_torchs_does(path):
+    path.mkdir(parents=True)
+    torch.save({"w": torch.ones(2)}, path / "model.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(format_utils, "FileSystemWriter", FileSystemWriter)
+        format_utils.torch_save_to_dcp(path / "model.pt", path)
+    assert left_in(path) == ["manifest.dsd", "model.pt", "model.safetensors"]
+    assert_same(dsd.load(path), {"w": torch.ones(2)})
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": torch.zeros(2)}, storage_writer=FileSystemWriter(path))
+    assert failure(caught).code == "not_replaceable"
+    assert_same(dsd.load(path), {"w": torch.ones(2)})
 
 
 @pytest.mark.parametrize("when", ["write_at", "close"])
