@@ -126,7 +126,8 @@ class _Joining:
         numel = sum(map(self.pieces.numel, shards))
         if numel != part.layout.numel:
             differ(
-                f"{shorten(key)} has {numel} elements on {len(ranks)} ranks, and its "
+                f"{shorten(key)} has {numel} elements on {len(ranks)} "
+                f"{'rank' if len(ranks) == 1 else 'ranks'}, and its "
                 f"{len(names)} parameters, {listed(names)}, have {part.layout.numel}"
             )
         self.result.update(zip(names, self.pieces.cut(shards, part.layout), strict=True))

@@ -10,7 +10,7 @@ import typer
 
 from dsdformat.cli.options import Digest, Json, Overwrite, Pubkey
 from dsdformat.cli.progress import progress_bar
-from dsdformat.cli.render import Output, format_count, format_size
+from dsdformat.cli.render import Output, format_count, format_pace
 from dsdformat.convert import OUTPUTS, Converted
 from dsdformat.convert import convert as convert_checkpoint
 from dsdformat.format.paths import render_path
@@ -158,14 +158,13 @@ def convert(  # noqa: PLR0913, PLR0917  the options of a command are its paramet
 
 
 def _print(out: Output, dst: Path, result: Converted, seconds: float) -> None:
-    rate = format_size(int(result.nbytes / max(seconds, 1e-9)))
     out.line(f"{dst}: {OUTPUTS[result.to].what}", "bold")
     out.pairs(
         [
             ("from", result.kind.value),
             ("tensors", f"{result.tensors:,}"),
-            ("size", f"{format_size(result.nbytes)} in {seconds:.1f} s, {rate}/s"),
-            ("files", _some(result.files)),
+            ("size", format_pace(result.nbytes, seconds)),
+            ("files", _some(result.files) if result.files != (dst.name,) else ""),
             ("root", result.root or ""),
             ("left out", _some(result.left_out)),
             ("lost", _some([f"metadata {key}" for key in result.lost_metadata])),

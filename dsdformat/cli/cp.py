@@ -12,7 +12,7 @@ from dsdformat import ArgumentError
 from dsdformat.cli.opening import is_ours
 from dsdformat.cli.options import Ckpt, Destination, Digest, Json, Overwrite, Pubkey
 from dsdformat.cli.progress import progress_bar
-from dsdformat.cli.render import Output, format_size
+from dsdformat.cli.render import Output, format_pace
 from dsdformat.convert import copy
 
 __all__ = ["HELP", "cp"]
@@ -70,9 +70,8 @@ def cp(
             }
         )
         return
-    rate = format_size(int(nbytes / max(seconds, 1e-9)))
     out.title(str(dst))
-    size = f"{format_size(nbytes)} in {seconds:.1f} s, {rate}/s"
+    size = format_pace(nbytes, seconds)
     out.pairs([("root", root), ("files", f"{files:,}"), ("size", size)])
 
 

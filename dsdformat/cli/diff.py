@@ -13,7 +13,7 @@ from dsdformat.cli.grids import element_json, element_text
 from dsdformat.cli.opening import open_source, tell_findings
 from dsdformat.cli.options import Json, Source
 from dsdformat.cli.progress import progress_bar
-from dsdformat.cli.render import Column, Output, format_size
+from dsdformat.cli.render import Column, Output, format_seconds, format_size
 from dsdformat.cli.values import is_tensor, short_text, type_name, value_json
 from dsdformat.convert import Change, Difference
 from dsdformat.convert import diff as compare
@@ -115,7 +115,7 @@ def diff(
 
 def _print(out: Output, a: str, b: str, found: Difference, seconds: float) -> None:
     out.title("equal" if found.equal else "different")
-    read = f"{format_size(found.nbytes_read)} of data in {seconds:.1f} s"
+    read = f"{format_size(found.nbytes_read)} of data in {format_seconds(seconds)}"
     tensors = sum(is_tensor(change.a) and is_tensor(change.b) for change in found.changes)
     out.pairs(
         [

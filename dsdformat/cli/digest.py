@@ -16,6 +16,7 @@ from dsdformat.cli.progress import progress_bar
 from dsdformat.cli.render import NAME_WIDTH, Output
 from dsdformat.convert import AnyTensor, Foreign, content_digest, tensor_digest
 from dsdformat.convert.content import known_digest
+from dsdformat.convert.converting import as_ours
 from dsdformat.convert.foreign import walk_tree
 from dsdformat.errors import EntryNotFoundError
 from dsdformat.renaming import display
@@ -26,8 +27,9 @@ __all__ = ["HELP", "digest"]
 HELP = """Print the digest of a checkpoint, or of what it holds.
 
 The root digest names a folder of ours to the last byte. With --content it is
-the digest of the state: the same in every layout, codec and kind of file.
-With NAMES, which may be globs, it is that of each tensor. Data that has
+the digest of the state: the same in every layout, codec and kind of file that
+holds all of it, for another kind is read as "dsd convert" makes it one of
+ours. With NAMES, which may be globs, it is that of each tensor. Data that has
 digests in the manifest is not read; "dsd verify" checks that it has them.
 
 \b
@@ -61,11 +63,11 @@ def digest(
         root = source.checkpoint.root if source.checkpoint else None
         if root is None and not content and not names and not json:
             raise ArgumentError(
-                f"{source.kind.value} has no root digest",
+                f"only a checkpoint of ours has a root digest, and not {source.kind.value}",
                 code="bad_argument",
                 hint="--content gives the digest of what it holds",
             )
-        found = content_digest(source.tree, progress) if content and not names else None
+        found = content_digest(as_ours(source).tree, progress) if content and not names else None
         rows = _rows(source, names or [], progress)
         if json:
             fields: dict[str, Any] = {"checkpoint": str(ckpt), "root": root, "content": found}

@@ -7,8 +7,15 @@ import shlex
 
 __all__ = ["as_options"]
 
-_PYTHON = re.compile(r"\b([a-z_]+)=('[^']*'|True|False)")
-_OPTIONS = {"max_shard_bytes": "max-shard-size", "max_file_bytes": "max-shard-size"}
+# An argument of the library, but not of a call that the hint writes out.
+_PYTHON = re.compile(r"(?<![(\w])([a-z_]+)=('[^']*'|True|False)")
+_SELECT = re.compile(r"\bwith select\b(?!=)")
+_NAMED = ("drop_values", "lossy", "names", "overwrite", "select", "ties", "to", "unknown")
+_OPTIONS = {
+    **{name: name.replace("_", "-") for name in (*_NAMED, "weights_only")},
+    "max_shard_bytes": "max-shard-size",
+    "max_file_bytes": "max-shard-size",
+}
 
 
 def as_options(hint: str | None) -> str | None:
@@ -16,9 +23,11 @@ def as_options(hint: str | None) -> str | None:
 
     def option(match: re.Match[str]) -> str:
         name, value = match.groups()
-        flag = _OPTIONS.get(name, name.replace("_", "-"))
+        flag = _OPTIONS.get(name)
+        if flag is None:  # of another library
+            return match.group()
         if value in ("True", "False"):
             return f"--{flag}" if value == "True" else f"--no-{flag}"
         return f"--{flag} {shlex.quote(value[1:-1])}"
 
-    return hint and _PYTHON.sub(option, hint)
+    return hint and _SELECT.sub("with --select", _PYTHON.sub(option, hint))

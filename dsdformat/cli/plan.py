@@ -37,9 +37,11 @@ file of torch.save, a DCP folder or an npz file. Axes called fsdp, shard or dp_s
 by rows, others replicate, unless --shard says otherwise: GLOB=DIM@AXIS, or GLOB=none@AXIS. What
 an optimizer keeps for a parameter is placed as the parameter is.
 
---like compares names, shapes and dtypes with another checkpoint, --model-meta with a safetensors
-file or its header, or with a JSON of that form: {"name": {"dtype": "F32", "shape": [2, 3]}}.
-Exits with 1 if something differs.
+\b
+--like compares names, shapes and dtypes with another checkpoint, and
+--model-meta with a safetensors file or its header, or with a JSON of that
+form: {"name": {"dtype": "F32", "shape": [2, 3]}}. Exits with 1 if something
+differs.
 
 \b
 Examples:
@@ -104,7 +106,8 @@ def plan(
         bool,
         typer.Option(
             "--share-reads/--no-share-reads",
-            help="Whether ranks that want the same read it once, and pass it on.",
+            help="Whether ranks that want the same read it once, and pass it on, as by default.",
+            show_default=False,
         ),
     ] = True,
     json: Json = False,

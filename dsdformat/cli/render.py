@@ -24,7 +24,7 @@ from rich.style import Style
 from dsdformat import DsdError
 from dsdformat.cli.escapes import cells, escape, fit
 
-__all__ = ["Column", "Output", "format_count", "format_size"]
+__all__ = ["Column", "Output", "format_count", "format_pace", "format_seconds", "format_size"]
 
 NAME_WIDTH = 200  # cells of a name where no terminal bounds it
 MESSAGE_WIDTH = 2000
@@ -48,6 +48,18 @@ def format_size(nbytes: int) -> str:
 def format_count(count: int, noun: str, plural: str | None = None) -> str:
     """Return a number with its noun: `1 tensor`, `1,024 tensors`."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time for people: `12 ms`, `3.4 s`."""
+    return f"{seconds:.1f} s" if seconds >= 0.1 else f"{max(round(seconds * 1000), 1)} ms"
+
+
+def format_pace(nbytes: int, seconds: float) -> str:
+    """Return how much was done in what time: `1.5 GiB in 3.4 s, 451.8 MiB/s`."""
+    done = f"{format_size(nbytes)} in {format_seconds(seconds)}"
+    # What takes less says how long it takes to begin.
+    return f"{done}, {format_size(int(nbytes / seconds))}/s" if seconds >= 0.1 else done
 
 
 @dataclass(frozen=True, slots=True)

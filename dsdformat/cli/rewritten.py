@@ -11,7 +11,7 @@ from typing import Any
 
 from dsdformat.cli.opening import tell_findings
 from dsdformat.cli.progress import progress_bar
-from dsdformat.cli.render import Column, Output, format_size
+from dsdformat.cli.render import Column, Output, format_pace, format_size
 from dsdformat.convert import AnyTensor, Foreign, write
 from dsdformat.convert.content import tensors_of
 from dsdformat.convert.foreign import walk_tree
@@ -79,9 +79,8 @@ class Writing:
         elif root is None:
             self._print_planned(tree)
         else:
-            rate = format_size(int(nbytes / max(seconds, 1e-9)))
-            size = f"{format_size(nbytes)} in {seconds:.1f} s, {rate}/s"
-            pairs = [("root", root), ("tensors", f"{len(tensors):,}"), ("size", size)]
+            size = ("size", format_pace(nbytes, seconds))
+            pairs = [("root", root), ("tensors", f"{len(tensors):,}"), size]
             self.out.title(str(self.dst))
             self.out.pairs([*pairs, *(more or {}).items()])
 

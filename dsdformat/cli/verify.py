@@ -15,7 +15,14 @@ from dsdformat.cli.escapes import fit
 from dsdformat.cli.opening import is_ours, open_source
 from dsdformat.cli.options import Digest, Json, Pubkey, Source
 from dsdformat.cli.progress import progress_bar
-from dsdformat.cli.render import NAME_WIDTH, Output, format_count, format_size
+from dsdformat.cli.render import (
+    NAME_WIDTH,
+    Output,
+    format_count,
+    format_pace,
+    format_seconds,
+    format_size,
+)
 from dsdformat.convert import Kind, find_kind
 from dsdformat.convert.content import tensors_of
 
@@ -113,7 +120,7 @@ def _verify_other(
         )
         return out.exit_code
     out.line(f"{ckpt}: {'ok' if compared else 'not verified'}", "bold")
-    size = f"{format_size(compared)} in {seconds:.1f} s" if compared else ""
+    size = f"{format_size(compared)} in {format_seconds(seconds)}" if compared else ""
     none = "" if compared else "none in this file, so that damage goes unnoticed"
     out.pairs(
         [
@@ -132,13 +139,12 @@ def _run(out: Output, ckpt: str, **options: Any) -> Report:
 
 
 def _print_good(out: Output, ckpt: str, report: Report, seconds: float) -> None:
-    rate = format_size(int(report.nbytes / max(seconds, 1e-9)))
     out.line(f"{ckpt}: ok", "bold")
     out.pairs(
         [
             ("root", report.root or ""),
             ("checked", _counts(report)),
-            ("size", f"{format_size(report.nbytes)} in {seconds:.1f} s, {rate}/s"),
+            ("size", format_pace(report.nbytes, seconds)),
         ]
     )
 

@@ -29,7 +29,15 @@ from dsdformat.errors import ArgumentError, shorten
 from dsdformat.modelfiles import HF_METADATA
 from dsdformat.signing import Key
 
-__all__ = ["OUTPUTS", "Converted", "Request", "convert", "convert_as", "find_output"]
+__all__ = [
+    "OUTPUTS",
+    "Converted",
+    "Request",
+    "as_ours",
+    "convert",
+    "convert_as",
+    "find_output",
+]
 
 PathLike = str | os.PathLike[str]
 
@@ -323,6 +331,19 @@ def _chosen(
         names = request.options.get("names")
         chosen, notes = with_optimizers(chosen, kind.optimizers, names, source=opened)
     return chosen, left_out, notes
+
+
+def as_ours(opened: Foreign) -> Foreign:
+    """Return a checkpoint as `convert` makes it one of ours; it stays open, and is what is read.
+
+    Raises:
+        ConvertError: `flat_shards`: it is that of one of several ranks.
+
+    Ranks: local.
+    """
+    if opened.checkpoint is not None:
+        return opened
+    return with_optimizers(joined(opened, "record"), "named", source=opened)[0]
 
 
 def _identity(chosen: Foreign) -> list[Any]:

@@ -77,6 +77,8 @@ _FILES = {
     "zero_to_fp32.py": ("a DeepSpeed checkpoint", "run its zero_to_fp32.py first"),
 }
 _TAR_MAGIC = (257, b"ustar")
+_EXPORTED = "/archive_format"  # which only torch.export writes
+_READ = "files of torch.save, safetensors and .npz are read, and folders of ours and of DCP"
 
 
 def find_kind(path: PathLike) -> Kind:
@@ -217,7 +219,8 @@ def _kind_of_file(source: Bytes) -> Kind:
             "is a pickle, and not one of torch.save",
             hint="load it where it was made, and save it with torch.save or numpy.savez",
         )
-    raise fault("unknown_kind", source.name, "is of no kind that is known")
+    what = "is of no kind that is known" if source.nbytes else "is empty"
+    raise fault("unknown_kind", source.name, what, hint=_READ if source.nbytes else None)
 
 
 def _kind_of_zip(source: Bytes) -> Kind:
@@ -229,7 +232,10 @@ def _kind_of_zip(source: Bytes) -> Kind:
     if "model.weights.h5" in names:
         hint = "save the weights with numpy.savez"
         raise fault("unsupported_kind", source.name, "is a Keras model", hint=hint)
-    raise fault("unknown_kind", source.name, "is a zip file of no kind that is known")
+    if any(name.endswith(_EXPORTED) for name in names):
+        hint = "load it with torch.export.load, and save its state_dict"
+        raise fault("unsupported_kind", source.name, "is a program of torch.export", hint=hint)
+    raise fault("unknown_kind", source.name, "is a zip file of no kind that is known", hint=_READ)
 
 
 def _is_safetensors(source: Bytes, head: bytes) -> bool:

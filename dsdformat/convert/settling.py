@@ -102,11 +102,11 @@ def settle(tree: Any, policy: Policy, where: str) -> Settled:
 
 
 def _refusal(where: str, findings: list[Finding]) -> ConvertError:
-    lines = [str(finding) for finding in findings[:_SHOWN_MAX]]
+    shown = "; ".join(map(str, findings[:_SHOWN_MAX]))
     if len(findings) > _SHOWN_MAX:
-        lines.append(f"… and {len(findings) - _SHOWN_MAX} more")
+        shown += f"; and {len(findings) - _SHOWN_MAX} more"
     names = list(dict.fromkeys(finding.name for finding in findings))
-    one = fault("unknown_global", where, "holds what is not read:\n" + "\n".join(lines))
+    one = fault("unknown_global", where, f"holds what is not read: {shown}")
     return ConvertError(
         one.message,
         code=one.code,

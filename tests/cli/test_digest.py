@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import dsdformat
 import dsdformat.numpy
@@ -49,3 +50,19 @@ def test_a_name_that_is_not_there_or_no_tensor_ends_with_2(dsd, step10):
     assert dsd("digest", step10, "nothing").err.startswith("error[entry_not_found]: ")
     assert dsd("digest", step10, "step").err.startswith("error[not_a_tensor]: ")
     assert dsd("digest", step10, "step").code == 2
+
+
+def test_a_file_with_an_optimizer_has_the_digest_of_what_it_becomes(dsd, tmp_path):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(state, tmp_path / "a.pt")
+    assert dsd("convert", tmp_path / "a.pt", tmp_path / "ours").code == 0
+    assert dsd("convert", tmp_path / "ours", tmp_path / "b.pt").code == 0
+    with dsdformat.open(tmp_path / "ours") as checkpoint:
+        digest = checkpoint.content_digest()
+    for name in ("a.pt", "ours", "b.pt"):
+        assert dsd("digest", tmp_path / name, "--content").out == f"{digest}\n"

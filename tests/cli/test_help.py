@@ -64,6 +64,7 @@ def test_help_has_an_example_and_tells_of_json(dsd, command):
 def test_help_fits_into_eighty_columns(dsd, command):
     result = dsd(*filter(None, [command]), "--help")
     assert max(map(len, result.out.splitlines())) <= 80
+    assert not any(line.endswith("-") for line in result.out.splitlines())  # in `--an-option`
 
 
 @pytest.mark.parametrize("command", COMMANDS)

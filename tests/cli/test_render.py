@@ -9,7 +9,7 @@ import pytest
 
 from dsdformat.cli import render
 from dsdformat.cli.escapes import cells, escape, fit, unescape
-from dsdformat.cli.render import Column, Output, format_count, format_size
+from dsdformat.cli.render import Column, Output, format_count, format_pace, format_size
 
 SIZES = {
     0: "0 B",
@@ -25,6 +25,20 @@ SIZES = {
 @pytest.mark.parametrize(("nbytes", "text"), SIZES.items(), ids=map(str, SIZES))
 def test_a_size_reads(nbytes, text):
     assert format_size(nbytes) == text
+
+
+PACES = {
+    (0, 0.0): "0 B in 1 ms",
+    (52, 0.0123): "52 B in 12 ms",
+    (52, 0.0996): "52 B in 100 ms",
+    (2**30, 0.1): "1.0 GiB in 0.1 s, 10.0 GiB/s",
+    (3 * 2**30, 12.34): "3.0 GiB in 12.3 s, 248.9 MiB/s",
+}
+
+
+@pytest.mark.parametrize(("done", "text"), PACES.items(), ids=PACES.values())
+def test_a_pace_reads_without_a_rate_where_that_would_be_of_the_beginning(done, text):
+    assert format_pace(*done) == text
 
 
 def test_counts_agree_with_their_noun():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -214,10 +215,12 @@ def test_ctrl_c_ends_a_process_with_130_and_leaves_nothing(run_python):
 
 
 @pytest.mark.parametrize(("name", "doing"), [("cp", "copying"), ("cast", "casting")])
-def test_a_bar_with_the_rate_is_shown_on_a_terminal(run_in_terminal, name, doing):
+def test_a_bar_is_shown_on_a_terminal_and_wiped(run_in_terminal, name, doing):
     here = Path.cwd()
     places = {name: str(here / name) for name in ("step-10", "new")}
     shown = run_in_terminal(*(places.get(word, word) for word in COMMANDS[name]))
-    assert doing in shown
-    assert "/s" in shown
+    assert f"\x1b[2K{doing} " in shown
+    bar, _, printed = re.sub(r"\x1b\[[0-9;?]*m", "", shown).rpartition("\x1b[2K")
+    assert "━━━" in bar
+    assert "━" not in printed
     assert (here / "new").exists()

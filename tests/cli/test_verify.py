@@ -41,7 +41,7 @@ def root(step10):
 
 def normal(text, root):
     text = text.replace(root, "ROOT")
-    text = re.sub(r"in \d+\.\d s, .*/s", "in TIME", text)
+    text = re.sub(r"in \d+ ms|in \d+\.\d s, .*/s", "in TIME", text)
     text = re.sub(r"\b[0-9a-f]{64}\b", "DIGEST64", text)
     return re.sub(r"\b[0-9a-f]{16}…", "DIGEST16…", text)
 

@@ -44,7 +44,7 @@ def npy() -> bytes:
 
 
 FILES: dict[str, tuple[bytes, str, str]] = {
-    "empty": (b"", "unknown_kind", "is of no kind"),
+    "empty": (b"", "unknown_kind", "is empty"),
     "text": (b"hello world", "unknown_kind", "is of no kind"),
     "zeros": (bytes(4096), "unknown_kind", "is of no kind"),
     "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(64), "unsupported_kind", "a GGUF file"),
@@ -54,6 +54,11 @@ FILES: dict[str, tuple[bytes, str, str]] = {
     "gzip": (b"\x1f\x8b\x08" + bytes(64), "unsupported_kind", "a gzip file"),
     "pickle": (pickled(plain({"a": 1})), "unsupported_kind", "is a pickle"),
     "tar": (tar_of_old_torch(), "unsupported_kind", "is a tar file"),
+    "torch-export": (
+        zipped([Member("e/models/model.json", b"{}"), Member("e/archive_format", b"pt2")]),
+        "unsupported_kind",
+        "a program of torch.export",
+    ),
     "zip-of-text": (
         zipped([Member("a.txt", b"x")]),
         "unknown_kind",

@@ -1,4 +1,4 @@
-"""A checkpoint that is put into a folder which has other files: beside them, not over them (spec R-15.5)."""
+"""A checkpoint put into a folder of other files: beside them, not over them (spec R-15.5)."""
 
 from __future__ import annotations
 
