@@ -2,7 +2,8 @@
 
 Decides which class a code belongs to and how a problem reads. What is a problem is decided
 elsewhere: here are only names. The codes are listed, with their meaning, in
-`spec/registry/errors.md`; `tools/check_spec.py` compares the two lists.
+`spec/registry/errors.md`; `tools/check_spec.py` compares the two lists. It is long, for who
+catches one of these finds all of them in one place.
 """
 
 from __future__ import annotations

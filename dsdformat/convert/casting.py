@@ -176,6 +176,7 @@ def cast(
         ArgumentError: not a dtype to cast to.
         EntryNotFoundError: a glob matches nothing.
 
+    Ranks: local.
     Memory: none now; when the tensors are read, some times 4 MiB.
     """
     if dtype not in CAST_DTYPES:

@@ -119,6 +119,7 @@ def diff(
         ChecksumError, ConvertError: data that is read is damaged.
         EntryNotFoundError: a branch is not there.
 
+    Ranks: local.
     Memory: the values, and about 16 MiB; with `stats` 100 MiB.
     """
     with contextlib.ExitStack() as stack:

@@ -45,6 +45,7 @@ def tensor_digest(tensor: AnyTensor, told: Callable[[int], None] | None = None) 
     Raises:
         ChecksumError, ConvertError: what is read is damaged.
 
+    Ranks: local.
     Memory: 4 MiB and what reading that much takes.
     """
     known = known_digest(tensor)
@@ -63,6 +64,7 @@ def content_digest(tree: Any, progress: Progress | None = None) -> str:
     Raises:
         ChecksumError, ConvertError: what is read is damaged.
 
+    Ranks: local.
     Memory: the values, and 4 MiB.
     """
     unknown = [tensor for tensor in tensors_of(tree) if known_digest(tensor) is None]

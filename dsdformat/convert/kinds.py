@@ -2,7 +2,8 @@
 
 Each kind is recognized by what its own format demands of the first bytes, or of a folder's files,
 and is then read by that kind's reader alone: what one reader refuses is never tried as another
-kind. A file that could be two kinds is refused.
+kind. A file that could be two kinds is refused. It is long, since the two are one: some kinds are
+known by what opening a file of the folder finds.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ def find_kind(path: PathLike) -> Kind:
         FormatError: `missing_file` or `not_regular_file`.
         StorageError: the operating system reported an error.
 
+    Ranks: local.
     Memory: the directory of a zip file.
     """
     if os.path.isdir(path):
@@ -158,6 +160,8 @@ def open_any(
 
     Raises:
         ArgumentError: `bad_argument`: a digest or a signature is asked of what has none.
+
+    Ranks: local.
     """
     if isinstance(path, (str, os.PathLike)) and find_kind(path) is Kind.DSD:
         return open_own(path, digest=digest, pubkey=pubkey)

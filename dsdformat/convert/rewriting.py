@@ -167,6 +167,8 @@ def united_user(sources: Iterable[Foreign]) -> dict[str, str]:
 
     Raises:
         MismatchError: `state_conflict`: a key has two values.
+
+    Ranks: local.
     """
     user: dict[str, str] = {}
     unlike: list[str] = []

@@ -65,6 +65,7 @@ def find_summary(
         ChecksumError, ConvertError: what is read is damaged.
         DependencyError: `missing_dependency`: numbers need numpy.
 
+    Ranks: local.
     Memory: about 50 MiB, however large the box.
     """
     if not has_numbers(tensor.dtype):
@@ -88,6 +89,7 @@ def find_histogram(
     Raises:
         ChecksumError, ConvertError: what is read is damaged.
 
+    Ranks: local.
     Memory: about 50 MiB.
     """
     np = need_numpy()

@@ -30,6 +30,8 @@ def branch(tree: Any, name: str) -> dict[str, Any]:
 
     Raises:
         EntryNotFoundError: `entry_not_found`.
+
+    Ranks: local.
     """
     node: Any = rooted(tree)
     for part in name.split("/"):
@@ -49,6 +51,8 @@ def extract(tree: Any, select: Selection | str | Iterable[str]) -> dict[str, Any
 
     Raises:
         EntryNotFoundError: `entry_not_found`: a glob matches nothing.
+
+    Ranks: local.
     """
     selection = select if isinstance(select, Selection) else Selection(select)
     tree = rooted(tree)
@@ -64,6 +68,8 @@ def merge(trees: Sequence[Any]) -> dict[str, Any]:
 
     Raises:
         MismatchError: `state_conflict`, with the names.
+
+    Ranks: local.
     """
     conflicts: list[str] = []
     result: Any = {}
@@ -92,6 +98,8 @@ def rename(tree: Any, renames: Renames | Mapping[str, str] | Callable[[str], str
         ArgumentError: two entries would have one name; or an optimizer's name is that of several
             parameters that are not renamed alike.
         EntryNotFoundError: a name to be replaced is not there.
+
+    Ranks: local.
     """
     tree = rooted(tree)
     rules = renames if isinstance(renames, Renames) else Renames(renames)
@@ -110,6 +118,8 @@ def rename_rules(tree: Any, rules: Mapping[str, str]) -> Callable[[str], str]:
     Raises:
         EntryNotFoundError: nothing is called so.
         ArgumentError: `*` stands on one side alone.
+
+    Ranks: local.
     """
     names = list(entry_names(rooted(tree)))
     known = frozenset(names)

@@ -55,6 +55,7 @@ def write_dcp(
         UnsupportedValueError: the folder cannot hold something; nothing was written.
         StorageError: `already_exists`, `not_replaceable`, or the medium failed.
 
+    Ranks: local.
     Memory: names and values, 16 MiB, and what reading the tensors needs.
     """
     most = parse_size(max_chunk_bytes), parse_size(max_file_bytes)

@@ -31,6 +31,7 @@ def write_dsd(job: Job, *, codec: Codec = "raw") -> Written:
         UnsupportedValueError: a value is nested too deep.
         StorageError: `already_exists`, `not_replaceable`, or the medium failed.
 
+    Ranks: collective over the team.
     Memory: names and values; 4 MiB of a tensor, or 40 MiB of one that is not contiguous.
     """
     team, nbytes = job.team, sum(_distinct(job).values())

@@ -37,6 +37,7 @@ def write_npz(job: Job, *, ties: Literal["duplicate"] | None = None) -> Written:
         UnsupportedValueError: the file cannot hold something; nothing was written.
         StorageError: as `FileTarget`.
 
+    Ranks: local.
     Memory: as `packed_blocks`.
     """
     if ties not in (None, "duplicate"):

@@ -48,6 +48,8 @@ def write_safetensors(job: Job, *, ties: Ties = "drop") -> Written:
     Raises:
         UnsupportedValueError: the file cannot hold something; nothing was written.
         StorageError: `already_exists`, `not_replaceable`, or the medium failed.
+
+    Ranks: collective over the team.
     """
     with job.team.together(DOING):
         tensors = flat_tensors(job.opened, "a safetensors file")
@@ -76,6 +78,8 @@ def write_huggingface(
     Raises:
         UnsupportedValueError: files cannot hold something; nothing was written.
         StorageError: `already_exists`, `not_replaceable`, or the medium failed.
+
+    Ranks: collective over the team.
     """
     with job.team.together(DOING):
         most = parse_size(max_shard_bytes)

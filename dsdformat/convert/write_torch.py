@@ -40,6 +40,7 @@ def write_torch(job: Job, *, weights_only: bool = True, form: TorchForm = "zip")
             nothing was written.
         StorageError: as `FileTarget`.
 
+    Ranks: collective over the team.
     Memory: the pickle of the values, 16 MiB, and what reading the tensors needs.
     """
     if form not in _FORMS:

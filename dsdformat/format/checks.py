@@ -1,7 +1,8 @@
 """Whole-manifest rules over the columns: bounds, tiling, storage order, references (stage 4).
 
 Pure. `check_tensor` is what a reader does before it uses a tensor; `check_columns` does that for
-every tensor, and the rules that need all of them. Both list every problem they find.
+every tensor, and the rules that need all of them. Both list every problem they find. It is long,
+so that the rules of a tensor are one list, which a reader and a verifier cannot have in two forms.
 """
 
 from __future__ import annotations

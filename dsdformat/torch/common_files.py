@@ -4,7 +4,8 @@ A rank writes what it holds by position, straight from its shard, where that fil
 64 KiB. Of a block that several ranks have bytes of, one rank is the owner, to which the others
 send theirs: file systems such as NFS write whole pages, and two ranks that write into one page
 lose bytes of each other. So rows that ranks share out are written by rows, and what is cut along
-columns is put together in chunks of 4 MiB, in rounds that move a bounded amount.
+columns is put together in chunks of 4 MiB, in rounds that move a bounded amount. It is long, since
+the two ends of a message, which must agree to the byte, are kept in sight of each other.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Optimizers, collectives and foreach kernels then see few large tensors in place of many small ones,
 while the module computes with views, and its state dict is that of the plain module. What lies
-where is a `FlatLayout`, a plain value. `consolidate` joins what fairscale's FSDP has sharded.
+where is a `FlatLayout`, a plain value. `consolidate` joins what fairscale's FSDP has sharded. It is
+long by what a module promises its users, in one class with its documentation.
 """
 
 from __future__ import annotations

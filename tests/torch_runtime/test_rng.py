@@ -18,6 +18,7 @@ np = pytest.importorskip("numpy", reason="the runtime needs numpy")
 
 from dsdformat.errors import CODES, ArgumentError, MismatchError  # noqa: E402
 from dsdformat.torch import rng as rng_module  # noqa: E402
+from dsdformat.torch import rng_checks  # noqa: E402
 from dsdformat.torch.rng import rng_state, set_rng_state  # noqa: E402
 
 BIT_GENERATORS = ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"]
@@ -655,7 +656,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeCuda]:
     def fake_cuda(count: int, **options: bool) -> FakeCuda:
         fake = FakeCuda(count, **options)
         monkeypatch.setattr(torch, "get_device_module", lambda name: fake)
-        monkeypatch.setattr(rng_module, "_scratch", lambda device: torch.Generator())
+        monkeypatch.setattr(rng_checks, "_scratch", lambda device: torch.Generator())
         return fake
 
     return fake_cuda
