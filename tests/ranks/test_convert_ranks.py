@@ -66,6 +66,9 @@ def made(path: str) -> Any:
     return contents(Path(path)) if os.path.isdir(path) else Path(path).read_bytes()
 
 
+# B138
+
+
 @pytest.mark.ranks(4)
 def test_any_number_of_ranks_makes_the_bytes_of_one_process():
     """Of a model and AdamW that four ranks have saved, and of pieces of a few bytes too."""

@@ -299,6 +299,9 @@ def failing(what: str) -> Any:
     return mock.patch.object(LocalStorage, "read_into", no_entry)
 
 
+# One rank fails: all raise that, with its cause (B148).
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("ranks_that_fail", [(0,), (1,), (1, 2)], ids=str)
 def test_a_full_disk_on_some_ranks_is_one_error_on_all(ranks_that_fail):

@@ -70,6 +70,9 @@ def one_rank_calls(layout: str, what: str) -> tuple[str, float]:
     return "", 0.0
 
 
+# B153
+
+
 @pytest.mark.parametrize("what", ["model", "optimizer", "set"])
 def test_a_call_on_one_rank_ends_when_the_group_times_out(ranks, what):
     run = ranks(2, group_timeout_s=GROUP_TIMEOUT_S, limit_s=40)

@@ -271,6 +271,9 @@ def shared() -> str:
     return told[0]
 
 
+# B142, B145
+
+
 @pytest.mark.ranks(2)
 def test_units_of_fsdp_that_share_memory_are_not_taken_for_tied():
     """Nor are pieces of flat parameters written as tensors: shapes are those of the module."""

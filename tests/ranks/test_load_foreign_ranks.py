@@ -118,6 +118,9 @@ def load_all(targets: tuple[str, ...], sources: dict[str, Any]) -> list[str]:
     return wrong
 
 
+# B140
+
+
 @pytest.mark.parametrize("world_size", TARGETS)
 def test_a_plain_model_and_its_optimizer_are_loaded_into_any_layout_in_one_call(
     foreign, ranks, world_size
