@@ -176,7 +176,9 @@ class _Comparer:
                 to_read.append(name)
         if order:
             self._compare_orders(a, b)
-        self._total = sum(self._cost(found_a[name], found_b[name]) for name in to_read)
+        pairs = [(found_a[name], found_b[name]) for name in to_read]
+        distinct = {(a.identity, b.identity): (a, b) for a, b in pairs}
+        self._total = sum(self._cost(*pair) for pair in distinct.values())
         for name in to_read:
             self._compare_data(name, found_a[name], found_b[name])
         tensors = sum(_is_tensor(found_a[name]) for name in common)
@@ -228,8 +230,6 @@ class _Comparer:
         pair = a.identity, b.identity
         if pair not in self._same:
             self._same[pair] = self._read(a, b)
-        else:
-            self._told(self._cost(a, b))
         found = self._same[pair]
         what: What = "data" if a.dtype == b.dtype else "dtype"
         if isinstance(found, NumbersDiffer):

@@ -206,6 +206,16 @@ def test_an_optimizer_whose_names_nothing_tells_is_compared_as_it_is(dsd, forms,
     assert "optimizer/state/@1/exp_avg" in result.json["only_b"]
 
 
+def test_tied_tensors_are_read_and_counted_once(dsd, tmp_path):
+    weight = torch.arange(6.0)
+    state = {"embed": weight, "head": weight, "alone": torch.ones(2)}
+    torch.save(state, tmp_path / "a.pt")
+    torch.save(state, tmp_path / "b.pt", _use_new_zipfile_serialization=False)
+    document = dsd("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json").json
+    assert (document["equal"], document["tensors"]) == (True, 3)
+    assert document["nbytes_read"] == 2 * (24 + 8)
+
+
 def test_names_that_are_tied_in_one_alone_are_a_difference(dsd, pair):
     one = f32(1, 2)
     pair({"a": one, "b": one, "c": f32(3)}, {"a": one, "b": one.copy(), "c": f32(3)})
