@@ -49,7 +49,7 @@ from dsdformat.garbage import paused_gc
 from dsdformat.limits import JSON_NBYTES_MAX, MANIFEST_LABEL
 from dsdformat.signing import Key
 
-__all__ = ["Kind", "find_kind", "open_any", "open_foreign", "refuse_proof"]
+__all__ = ["Kind", "find_kind", "open_any", "open_folder", "open_foreign", "refuse_proof"]
 
 PathLike = str | os.PathLike[str]
 _SUFFIX = ".safetensors"
@@ -133,7 +133,7 @@ def open_foreign(path: PathLike | Sequence[PathLike], *, unknown: Policy = "refu
         )
     if os.path.isdir(path):
         folder = Folder(path)
-        opened: Callable[[], Foreign] = lambda: _open_folder(kind, folder, unknown)  # noqa: E731
+        opened: Callable[[], Foreign] = lambda: open_folder(kind, folder, unknown)  # noqa: E731
     else:
         folder, name = _split(path)
         opened = lambda: _open_file(kind, folder, name, unknown)  # noqa: E731
@@ -307,7 +307,12 @@ def _has_shards(path: str, file: str) -> bool:
         folder.close()
 
 
-def _open_folder(kind: Kind, folder: Folder, policy: Policy) -> Foreign:
+def open_folder(kind: Kind, folder: Folder, policy: Policy) -> Foreign:
+    """Open a folder as the kind that it was found to be: DCP, or a model of one or more files.
+
+    Raises:
+        ConvertError, FormatError, StorageError: as `open_foreign`.
+    """
     metadata: dict[str, str] = {}
     verify: Callable[[int, int], int] | None = None
     tree: Any
