@@ -13,6 +13,7 @@ from typing import Any
 from dsdformat.errors import FormatError, Problem, raise_problems, shorten
 from dsdformat.format.codecs import CODECS
 from dsdformat.format.decoding import decode_tree
+from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.manifest import Body, ChunkRows, Columns
 from dsdformat.format.packing import parse
 from dsdformat.limits import INT63_MAX
@@ -70,7 +71,7 @@ def check_columns(body: Body, columns: Columns, rows: ChunkRows) -> None:
     """Check that numbers in the columns refer to what is there, and that shapes are possible.
 
     Raises:
-        FormatError: `bad_reference`, `unknown_codec` or `shape_overflow`.
+        FormatError: `bad_reference`, `unknown_dtype`, `unknown_codec` or `shape_overflow`.
     """
     raise_problems(list(_column_problems(body, columns, rows)))
 
@@ -108,6 +109,8 @@ def _column_problems(body: Body, columns: Columns, rows: ChunkRows) -> Iterator[
     ):
         if numbers and max(numbers) >= end:
             yield Problem("bad_reference", f"{what} {max(numbers)} is not in the table of a part")
+    for name in set(body.dtypes) - DTYPES.keys():
+        yield Problem("unknown_dtype", f"the dtype {shorten(name)} is not known", path="$.dtypes")
     for codec in set(rows.codec) - CODECS.keys():
         yield Problem("unknown_codec", f"codec {codec} is not known")
     if rows.numbers and max(rows.numbers) > INT63_MAX:

@@ -97,6 +97,16 @@ def test_a_number_in_a_part_that_refers_to_nothing_is_refused(section, at, code)
     assert caught.value.code == code
 
 
+def test_a_dtype_in_a_part_that_is_not_known_is_refused():
+    files = unpacked(parts.part_seeds()[0])
+    cut = manifests.cut(files["1"])
+    assert cut is not None
+    cut.sections[0].data = cut.sections[0].data.replace(b"\xa4int8", b"\xa4int9")
+    with pytest.raises(DsdError) as caught:
+        parts.read_part(packed({**files, "1": manifests.joined(cut)}))
+    assert caught.value.code == "unknown_dtype"
+
+
 # Words
 
 
