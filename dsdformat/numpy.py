@@ -21,7 +21,7 @@ from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import Named, Scalar
 from dsdformat.limits import MIB
-from dsdformat.signing import Key
+from dsdformat.signing import Keys
 from dsdformat.sources import TensorSource
 from dsdformat.writer import Codec
 
@@ -145,7 +145,7 @@ def load(
     *,
     verify: bool = True,
     digest: str | None = None,
-    pubkey: Key | None = None,
+    pubkey: Keys | None = None,
     threads: int | None = None,
 ) -> Any:
     """Load a whole checkpoint as a nested state of new arrays.

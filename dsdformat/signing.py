@@ -19,10 +19,20 @@ from dsdformat.storage.local import storage_errors
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-__all__ = ["Key", "check_signed", "emit_signatures", "parse_signatures", "public_key", "sign_root"]
+__all__ = [
+    "Key",
+    "Keys",
+    "check_signed",
+    "emit_signatures",
+    "parse_signatures",
+    "public_keys",
+    "sign_root",
+]
 
 # A file of a PEM key, its contents, 32 bytes, or 64 hexadecimal digits.
 Key = str | os.PathLike[str] | bytes
+# One, or several that are all meant.
+Keys = Key | list[Key] | tuple[Key, ...]
 
 _MAGIC = "dsd-signatures-1"
 _DOMAIN = b"dsd-signature-1\n"  # so that a signature of a digest means this and nothing else
@@ -42,14 +52,24 @@ def sign_root(root: bytes, key: Key) -> tuple[bytes, bytes]:
     return private.public_key().public_bytes_raw(), private.sign(_DOMAIN + root)
 
 
-def public_key(key: Key) -> bytes:
-    """Return the 32 bytes of a public key.
+def public_keys(keys: Keys | None) -> tuple[bytes, ...]:
+    """Return the 32 bytes of each public key; none for None.
 
     Raises:
-        ArgumentError: `bad_argument`: it is none.
+        ArgumentError: `bad_argument`: one is none, or the list is empty.
         DependencyError: `missing_dependency`.
         StorageError: the file of the key cannot be read.
     """
+    if keys is None:
+        return ()
+    if not isinstance(keys, list | tuple):
+        return (_public_key(keys),)
+    if not keys:  # whoever passes it means that somebody must have signed
+        raise ArgumentError("pubkey is a list without keys", code="bad_argument")
+    return tuple(map(_public_key, keys))
+
+
+def _public_key(key: Key) -> bytes:
     data = _key_bytes(key)
     if len(data) == 32:
         return data

@@ -86,7 +86,7 @@ def verify(
 
 
 def _verify_other(
-    out: Output, ckpt: Path, digest: str | None, pubkey: str | None, *, json: bool
+    out: Output, ckpt: Path, digest: str | None, pubkey: list[str] | None, *, json: bool
 ) -> int:
     """Compare what there are of checksums in another kind of file; errors say what is wrong."""
     if digest is not None or pubkey is not None:

@@ -47,7 +47,7 @@ from dsdformat.errors import (
 )
 from dsdformat.garbage import paused_gc
 from dsdformat.limits import JSON_NBYTES_MAX, MANIFEST_LABEL
-from dsdformat.signing import Key
+from dsdformat.signing import Keys
 
 __all__ = ["Kind", "find_kind", "open_any", "open_folder", "open_foreign", "refuse_proof"]
 
@@ -150,7 +150,7 @@ def open_any(
     *,
     unknown: Policy = "refuse",
     digest: str | None = None,
-    pubkey: Key | None = None,
+    pubkey: Keys | None = None,
 ) -> Foreign:
     """Open a checkpoint of any kind, ours too, for reading; see `open_foreign` and `open_own`.
 
@@ -163,7 +163,7 @@ def open_any(
     return open_foreign(path, unknown=unknown)
 
 
-def refuse_proof(digest: str | None, pubkey: Key | None) -> None:
+def refuse_proof(digest: str | None, pubkey: Keys | None) -> None:
     """Refuse to say of a foreign checkpoint that it is the one that was asked for.
 
     Raises:

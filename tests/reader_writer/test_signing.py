@@ -103,6 +103,17 @@ def test_several_sign_in_any_order_and_again_with_equal_bytes(path):
         assert dsdformat.verify(path, pubkey=key).ok
 
 
+def test_of_several_keys_each_must_have_signed(path):
+    dsdformat.sign(path, SEED)
+    dsdformat.open(path, pubkey=[PUBLIC]).close()
+    for keys in ([PUBLIC, OTHER], (OTHER, PUBLIC)):
+        assert code_of(path, keys) == "not_signed"
+    dsdformat.sign(path, OTHER_SEED)
+    dsdformat.open(path, pubkey=(OTHER, PUBLIC)).close()
+    with pytest.raises(ArgumentError, match="without keys"):
+        dsdformat.open(path, pubkey=[])
+
+
 def test_a_signature_is_not_unlisted_and_no_side_file_may_have_its_name(path):
     dsdformat.sign(path, SEED)
     assert dsdformat.verify(path).unlisted == ()
@@ -302,6 +313,13 @@ def test_the_command_signs_and_verifies(path, tmp_path, capsys):
     assert f"pubkey  {PUBLIC}" in capsys.readouterr().out
     assert main(verify) == 0
     assert main(["verify", str(path), "--pubkey", PUBLIC]) == 0
+    for keys in (
+        (PUBLIC, OTHER.hex()),
+        (OTHER.hex(), PUBLIC),
+    ):  # an option that is repeated drops none
+        options = [text for key in keys for text in ("--pubkey", key)]
+        assert main(["verify", str(path), *options]) == 1
+        assert f"no signature of the key {OTHER.hex()}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_key_is_refused_for_a_file_that_has_no_signatures(path, tmp_path, capsys):
