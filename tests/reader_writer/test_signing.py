@@ -316,7 +316,7 @@ def test_the_command_signs_and_verifies(path, tmp_path, capsys):
     for keys in (
         (PUBLIC, OTHER.hex()),
         (OTHER.hex(), PUBLIC),
-    ):  # an option that is repeated drops none
+    ):
         options = [text for key in keys for text in ("--pubkey", key)]
         assert main(["verify", str(path), *options]) == 1
         assert f"no signature of the key {OTHER.hex()}" in " ".join(capsys.readouterr().out.split())
