@@ -24,6 +24,7 @@ from dsdformat.format.packing import parse
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import encoded_key
 from dsdformat.garbage import paused_gc
+from dsdformat.headers import HeaderChecks
 from dsdformat.limits import LEAF_NBYTES
 from dsdformat.plan.chunk_tables import ChunkTable, find_sound_table, table_of_row
 from dsdformat.plan.load_plan import BOUND, LoadPlan, LoadPlanner, Wanted, WholeChunk
@@ -71,6 +72,7 @@ class TensorTable:
         raise_problems(list(self._reference_problems()))
         self.workers = Workers(threads)
         self.blocks = BlockReader(storage, self.body, self.columns, self.workers, self.name)
+        self._headers = HeaderChecks(self)
         self._rows: _Recent[TensorRow] = _Recent()
         self._tables: _Recent[ChunkTable] = _Recent()
 
@@ -190,7 +192,7 @@ class TensorTable:
             writable_bytes(buffer, plan.room[number], longer=number in plan.strided)
             for number, buffer in enumerate(into)
         ]
-        self.blocks.run(plan, views)
+        self._carry_out(plan, views)
 
     def read(self, index: int, box: Box | None, into: Any, verify: bool | None) -> memoryview:
         """Read a box; see `Checkpoint.read`."""
@@ -199,7 +201,7 @@ class TensorTable:
             box = whole(self.columns.shape(index))
         (plan,) = self.plan([[Wanted(index, box)]], verify, bound=None)
         view = writable_bytes(into, plan.room[0])
-        self.blocks.run(plan, [view])
+        self._carry_out(plan, [view])
         return view
 
     def read_all(self, into: Sequence[Any] | Mapping[int, Any], verify: bool | None) -> None:
@@ -244,6 +246,12 @@ class TensorTable:
         """Return the content digest of a tensor if the manifest alone gives it."""
         row = self.row(index)
         return self.content_digest(index) if self._knows_leaves(row) else None
+
+    def _carry_out(self, plan: LoadPlan, views: Sequence[memoryview]) -> None:
+        """Read what was planned; first, where it is verified, see that headers say the same."""
+        if plan.verify:
+            self._headers.check(plan)
+        self.blocks.run(plan, views)
 
     def _parse_body(self) -> dict[str, Any]:
         nbytes = self.manifest.section_nbytes()["body"]

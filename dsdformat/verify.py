@@ -15,6 +15,7 @@ from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
 from dsdformat.format.manifest import DataFile, SideFile
 from dsdformat.format.payload import HeaderEntry, chunk_key, header_json
 from dsdformat.garbage import paused_gc
+from dsdformat.headers import first_difference, header_problem
 from dsdformat.limits import MANIFEST_LABEL, MIB, SIGNATURES_LABEL
 from dsdformat.reader import Checkpoint
 from dsdformat.storage.base import Storage
@@ -145,14 +146,7 @@ class _Verifier:
         text = header_json(entries, file.metadata, most=file.header_nbytes)
         at = self._find_difference(file, text)
         self._advance(file.header_nbytes)
-        if at is None:
-            return []
-        message = (
-            f"the header of {file.label} is not the one that the manifest implies: it differs "
-            f"from byte {at} on"
-        )
-        hint = "other safetensors readers would see other tensors; restore the file"
-        return [Problem("header_mismatch", message, where=file.label, byte_offset=at, hint=hint)]
+        return [] if at is None else [header_problem(file, at)]
 
     def _find_difference(self, file: DataFile, text: bytes) -> int | None:
         """Return the first byte of a header that is not as the manifest implies, or None."""
@@ -163,7 +157,7 @@ class _Verifier:
             self.storage.read_into(file.label, at, buffer)
             wanted = expected[at : at + MIB].ljust(len(buffer), b" ")
             if wanted != buffer:
-                return at + _first_difference(wanted, bytes(buffer))
+                return at + first_difference(wanted, bytes(buffer))
         return None if len(expected) <= file.header_nbytes else file.header_nbytes
 
     def _header_entries(self, file: DataFile, chunks: list[StoredChunk]) -> Iterator[HeaderEntry]:
@@ -249,10 +243,6 @@ def _pieces(chunks: list[StoredChunk]) -> Iterator[_Piece]:
             done = end
     if group:
         yield _Piece(group, None, sum(one.stored_nbytes for one in group))
-
-
-def _first_difference(a: bytes, b: bytes) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
 
 
 def find_side_problems(storage: Storage, side: SideFile) -> list[Problem]:

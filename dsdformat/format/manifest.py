@@ -253,6 +253,12 @@ class Columns:
         """The global shape of a tensor."""
         return tuple(self._shapes[self._shape_at[tensor] : self._shape_at[tensor + 1]])
 
+    def without_elements(self) -> list[int]:
+        """The tensors that have a dim of 0, few or none."""
+        if 0 not in self._shapes:
+            return []
+        return [tensor for tensor in range(self.tensors) if 0 in self.shape(tensor)]
+
     def rows(self, tensor: int) -> ChunkRows:
         """The chunks of a tensor."""
         first, stop = self._chunk_at[tensor], self._chunk_at[tensor + 1]

@@ -16,7 +16,17 @@ from dsdformat.format.paths import Path, emit_key, emit_key_suffix
 from dsdformat.format.values import encoded_key
 from dsdformat.limits import HEADER_ALIGNMENT, SIZE_CLASSES
 
-__all__ = ["HeaderEntry", "chunk_key", "emit_header", "header_json", "header_nbytes", "size_class"]
+__all__ = [
+    "HeaderEntry",
+    "chunk_key",
+    "emit_entry",
+    "emit_form",
+    "emit_header",
+    "header_json",
+    "header_nbytes",
+    "join_entries",
+    "size_class",
+]
 
 
 class HeaderEntry(NamedTuple):
@@ -56,24 +66,34 @@ def header_json(
             too. Each chunk of a tensor has its whole name in the header.
     """
     parts = []
-    size = 0
-    if metadata:
-        pairs = (f"{_quoted(key)}:{_quoted(text)}" for key, text in sorted(metadata.items()))
-        parts.append('"__metadata__":{' + ",".join(pairs) + "}")
-    at = 0
-    for key, row, box_shape, codec, nbytes in entries:
-        end = at + nbytes
-        dtype = row.stored_as if codec == RAW else "U8"
-        shape = payload_shape(row, box_shape) if codec == RAW else [nbytes]
-        numbers = ",".join(map(str, shape))
-        parts.append(
-            f'{_quoted(key)}:{{"dtype":"{dtype}","shape":[{numbers}],"data_offsets":[{at},{end}]}}'
-        )
-        at = end
+    at = size = 0
+    for key, dtype, box_shape, codec, nbytes in entries:
+        form = emit_form(dtype, box_shape, codec, nbytes)
+        parts.append(emit_entry(key, form, at, at + nbytes))
+        at += nbytes
         size += len(parts[-1])
         if most is not None and size > most:
             break
-    return ("{" + ",".join(parts) + "}").encode()
+    return join_entries(parts, metadata)
+
+
+def join_entries(entries: Iterable[str], metadata: Mapping[str, str]) -> bytes:
+    """Return the JSON text of a header that has these entries, in storage order."""
+    pairs = ",".join(f"{_quoted(key)}:{_quoted(text)}" for key, text in sorted(metadata.items()))
+    first = [f'"__metadata__":{{{pairs}}}'] if pairs else []
+    return ("{" + ",".join([*first, *entries]) + "}").encode()
+
+
+def emit_form(dtype: Dtype, box_shape: Sequence[int], codec: int, nbytes: int) -> str:
+    """Return what a header says of a chunk behind its key, up to where its bytes lie."""
+    stored_as = dtype.stored_as if codec == RAW else "U8"
+    shape = payload_shape(dtype, box_shape) if codec == RAW else [nbytes]
+    return f'{{"dtype":"{stored_as}","shape":[{",".join(map(str, shape))}],"data_offsets":['
+
+
+def emit_entry(key: str, form: str, begin: int, end: int) -> str:
+    """Return a chunk's key and value in a header; its bytes are counted from the header's end."""
+    return f"{_quoted(key)}:{form}{begin},{end}]}}"
 
 
 def header_nbytes(text_nbytes: int) -> int:

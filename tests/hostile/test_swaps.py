@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 from vectors.builder import build
@@ -89,7 +90,8 @@ def test_two_data_files_that_changed_places_are_found(old):
     assert {code for code, _ in problems_of(swapped)} == {"header_mismatch"}
 
 
-# B130, B135: what other readers may take for the truth, and this one does not look at.
+# R-10.11 (B130, B135): what other readers take for the truth.
+LABEL = "model.safetensors"
 ENTRY = '"w":{"dtype":"U8","shape":[5000],"data_offsets":[0,5000]}'
 LIES = {
     "another dtype": ENTRY.replace("U8", "I8"),
@@ -99,19 +101,71 @@ LIES = {
     "a name twice, of equal bytes": f"{ENTRY},{ENTRY}",
     "a name twice, of other bytes": ENTRY.replace("5000", "2500") + "," + ENTRY,
     "no tensor": "",
+    "metadata": f'"__metadata__":{{"format":"tf"}},{ENTRY}',
 }
 
 
+def with_header(files: Files, text: str) -> Files:
+    header = files[LABEL][:8] + text.encode().ljust(4088)
+    return {**files, LABEL: header + files[LABEL][4096:]}
+
+
 @pytest.mark.parametrize("lie", LIES)
-def test_a_header_that_lies_is_found_and_changes_nothing_that_is_read(old, lie):
-    label = "model.safetensors"
-    text = ("{" + LIES[lie] + "}").encode()
-    files = {**old, label: old[label][:8] + text.ljust(4088) + old[label][4096:]}
-    assert problems_of(files) == [("header_mismatch", label)]
-    with Checkpoint(MemoryStorage(files)) as checkpoint, Checkpoint(MemoryStorage(old)) as honest:
+def test_what_a_header_lies_about_is_not_read(old, lie):
+    files = with_header(old, "{" + LIES[lie] + "}")
+    assert problems_of(files) == [("header_mismatch", LABEL)]
+    with Checkpoint(MemoryStorage(files)) as checkpoint:
+        for read in (checkpoint.tensor("model/w").read, lambda: checkpoint.read_all([None] * 2)):
+            with pytest.raises(ChecksumError) as error:
+                read()
+            assert (error.value.code, error.value.where) == ("header_mismatch", LABEL)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_lies_changes_nothing_that_is_read_unverified(old, lie):
+    files = with_header(old, "{" + LIES[lie] + "}")
+    with (
+        Checkpoint(MemoryStorage(files), verify=False) as checkpoint,
+        Checkpoint(MemoryStorage(old)) as honest,
+    ):
         for one, two in zip(checkpoint, honest, strict=True):
             assert (one.name, one.dtype, one.shape) == (two.name, two.dtype, two.shape)
             assert one.read() == two.read()
+
+
+BIG = '"big":{"dtype":"U8","shape":[65,4096],"data_offsets":[0,266240]}'
+TWIN = '"twin@[0:1]":{"dtype":"U8","shape":[1],"data_offsets":[266240,266241]}'
+PARTS = {
+    "what is read, under another name": (BIG.replace("big", "bag"), TWIN, True),
+    "what is read, of another shape": (BIG.replace("65,", "13,5,"), TWIN, True),
+    "what is read, in a string": (f'"__metadata__":{{"x":{json.dumps(f",{BIG},")}}}', TWIN, True),
+    "what is not read": (BIG, TWIN.replace("U8", "I8"), False),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_where_a_part_is_read_its_entries_are_compared(part):
+    first, second, noticed = PARTS[part]
+    honest = build(
+        Declared(
+            [
+                Tensor("uint8", (65, 4096), bytes(65 * 4096), [Chunk((0, 0), (65, 4096), 0)]),
+                Tensor("uint8", (2,), b"ab", [Chunk((at,), (1,), 0) for at in range(2)]),
+            ],
+            {"model": {"big": ["tensor", 0], "twin": ["tensor", 1]}},
+            files=[DataFile(LABEL, ("model",), header_multiple=4096)],
+        )
+    ).files
+    third = TWIN.replace("0:1", "1:2").replace("266241]", "266242]").replace("[266240", "[266241")
+    with Checkpoint(MemoryStorage(honest)) as checkpoint:
+        checkpoint.read_all([None] * 2)
+    with Checkpoint(MemoryStorage(with_header(honest, f"{{{first},{second},{third}}}"))) as lying:
+        if not noticed:
+            assert lying.read("model/big") == bytes(65 * 4096)
+            return
+        with pytest.raises(ChecksumError) as error:
+            lying.read("model/big")
+    assert (error.value.code, error.value.problems[0].entry) == ("header_mismatch", "model/big")
 
 
 # B136

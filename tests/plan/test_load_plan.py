@@ -50,7 +50,8 @@ def counted(save):
 
 
 def data_reads(storage: CountingStorage) -> list[tuple[str, int, int]]:
-    return sorted(one for one in storage.reads if one[0] != "manifest.dsd")
+    """List what is read of data files, behind their headers."""
+    return sorted(one for one in storage.reads if one[0] != "manifest.dsd" and one[1])
 
 
 def carry_out(checkpoint: Checkpoint, storage: CountingStorage, plan: LoadPlan) -> list[bytearray]:
@@ -300,7 +301,7 @@ def test_large_pieces_go_straight_to_where_they_belong(save):
 
     class Noting(MemoryStorage):
         def read_into(self, label: str, byte_offset: int, into: memoryview) -> int:
-            if label != "manifest.dsd":
+            if label != "manifest.dsd" and byte_offset:
                 places.append(into)
             return super().read_into(label, byte_offset, into)
 

@@ -414,7 +414,12 @@ def tensor_of(nbytes: int) -> TensorSource:
 
 
 def data_reads(storage: CountingStorage) -> list[tuple[int, int]]:
-    return [(at, nbytes) for label, at, nbytes in storage.reads if label != "manifest.dsd"]
+    """List what is read of data files, behind their headers."""
+    return [(at, nbytes) for label, at, nbytes in storage.reads if label != "manifest.dsd" and at]
+
+
+def header_reads(storage: CountingStorage) -> list[int]:
+    return [nbytes for label, at, nbytes in storage.reads if label != "manifest.dsd" and not at]
 
 
 def test_opening_reads_no_data_file(counted):
@@ -453,6 +458,16 @@ def test_each_block_is_read_once(counted):
     checkpoint.read("w", Box((0, 3), (256, 1)))  # a column: every block, one byte of each row
     reads = data_reads(storage)
     assert len(reads) == len(set(reads)) == 64
+
+
+def test_a_header_is_read_where_it_is_short_against_what_is_read(counted):
+    storage, _, checkpoint = counted
+    checkpoint.read("w", Box((0, 0), (124, 1024)))  # 31 blocks, and a header as long as a block
+    assert header_reads(storage) == []
+    checkpoint.read("w", Box((0, 0), (128, 1024)))
+    assert header_reads(storage) == [4096]
+    checkpoint.read("w", verify=False)
+    assert header_reads(storage) == [4096]
 
 
 def test_unverified_bytes_are_read_without_the_rest_of_their_blocks(counted):

@@ -714,6 +714,23 @@ def assert_refused(path: Path, files: dict[str, bytes]) -> None:
             dsd.load(path, mmap=mmap)
 
 
+def test_a_header_that_disagrees_with_the_manifest_is_refused_before_anything_is_loaded(tmp_path):
+    """B135: ours would load the same; every other safetensors reader would not."""
+    dsd.save(tmp_path / "c", state_of(1.0))
+    path = tmp_path / "c" / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"F32"', b'"I32"', 1))
+    state = state_of(0.0)
+    with pytest.raises(dsdformat.ChecksumError) as caught:
+        dsd.load(tmp_path / "c", state)
+    assert (caught.value.code, caught.value.where) == ("header_mismatch", "model.safetensors")
+    assert_same(state, state_of(0.0))
+    with pytest.raises(dsdformat.ChecksumError, match="header of model.safetensors"):
+        dsd.load(tmp_path / "c")
+    dsd.load(tmp_path / "c", state, verify=False)
+    assert_same(state, state_of(1.0))
+
+
 def test_a_checkpoint_that_was_made_anew_passes_without_a_digest_and_fails_with_it(tmp_path):
     """Digests beside the data find accidents; who rewrites both is found by the root digest."""
     root = dsd.save(tmp_path / "c", state_of(1.0))

@@ -5,20 +5,25 @@ import { decodeBlock } from './codecs.mjs';
 import { digest } from './digests.mjs';
 import { placeOf } from './checks.mjs';
 import { DsdError, withPlace } from './errors.mjs';
+import { chunksByFile, deriveHeader } from './headers.mjs';
 import { renderName } from './names.mjs';
 import { RAW } from './registry.mjs';
 
 const CACHE_NBYTES = 64 * 1024 * 1024;
+const PIECE_NBYTES = 4 * 1024 * 1024;
+const SPACE = 0x20;
 
 export class BlockReader {
   constructor(storage, { columns, body, layout, paths }) {
     this.storage = storage;
     this.columns = columns;
     this.extents = layout.extents;
+    this.order = layout.order;
     this.files = body.files;
     this.paths = paths;
     this.blockNbytes = Number(body.blockNbytes);
     this.checkedFiles = new Set();
+    this.checkedHeaders = new Set();
     this.cache = new Map();
     this.cachedNbytes = 0;
   }
@@ -51,6 +56,7 @@ export class BlockReader {
   /** Read, verify and decode one block, section 12. */
   async load(c, k, { verify = true } = {}) {
     await this.#checkFile(this.columns.file(c));
+    if (verify) await this.#checkHeader(this.columns.file(c));
     const nbytes = Math.min(this.blockNbytes, Number(this.extents[c].nbytes) - k * this.blockNbytes);
     const bytes = this.columns.codec(c) === RAW
       ? await this.#readStored(c, k * this.blockNbytes, nbytes)
@@ -91,6 +97,37 @@ export class BlockReader {
     if (this.checkedFiles.has(f)) return;
     await checkFile(this.storage, this.files[f]);
     this.checkedFiles.add(f);
+  }
+
+  // all of it, as the whole manifest is there.
+  async #checkHeader(f) {
+    if (this.checkedHeaders.has(f)) return;
+    this.chunks ??= chunksByFile(this.columns, this.files.length, this.order);
+    const derived = deriveHeader(this.files[f], this.chunks[f], this.columns, this.extents, this.paths);
+    await checkHeader(this.storage, this.files[f], derived);
+    this.checkedHeaders.add(f);
+  }
+}
+
+/** compare a data file's header with the one that the manifest implies. */
+export async function checkHeader(storage, file, derived) {
+  const label = file.get('label');
+  const mismatch = (message) => new DsdError('header_mismatch', message, { label });
+  if (derived === null) throw mismatch('the header that the manifest implies does not fit');
+  let at = 0;
+  for await (const bytes of pieces(storage, label, file.get('header_nbytes'))) {
+    const text = derived.subarray(at, at + bytes.length);
+    if (!equalBytes(bytes.subarray(0, text.length), text)) throw mismatch('not the header that the manifest implies');
+    const padding = bytes.subarray(text.length);
+    if (padding.some((byte) => byte !== SPACE)) throw mismatch('the header is not padded with spaces');
+    at += bytes.length;
+  }
+}
+
+/** The first bytes of a file, some MiB at a time. */
+export async function* pieces(storage, label, nbytes) {
+  for (let at = 0; at < Number(nbytes); at += PIECE_NBYTES) {
+    yield storage.read(label, at, Math.min(PIECE_NBYTES, Number(nbytes) - at));
   }
 }
 

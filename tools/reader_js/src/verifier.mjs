@@ -1,15 +1,12 @@
 // The verifier: all stages of section 18 for everything, and a report.
 
-import { BlockReader, checkFile } from './blocks.mjs';
+import { BlockReader, checkFile, checkHeader, pieces } from './blocks.mjs';
 import { MANIFEST_LABEL } from './body.mjs';
 import { equalBytes } from './bytes.mjs';
 import { createStreamDigest } from './digests.mjs';
 import { addProblems, DsdError } from './errors.mjs';
 import { chunksByFile, deriveHeader } from './headers.mjs';
 import { loadManifest } from './manifest.mjs';
-
-const PIECE_NBYTES = 4 * 1024 * 1024;
-const SPACE = 0x20;
 
 /**
  * Verify a checkpoint. Faults of the checkpoint are in the report and are not thrown.
@@ -43,20 +40,9 @@ async function verifyFiles(storage, manifest) {
   for (const side of body.sides) await checkSide(storage, side).catch(add);
 }
 
-//
-async function checkDataFile(storage, file, derived) {
+async function checkDataFile(storage, file, header) {
   await checkFile(storage, file);
-  const label = file.get('label');
-  const mismatch = (message) => new DsdError('header_mismatch', message, { label });
-  if (derived === null) throw mismatch('the header that the manifest implies does not fit');
-  let at = 0;
-  for await (const bytes of pieces(storage, label, file.get('header_nbytes'))) {
-    const text = derived.subarray(at, at + bytes.length);
-    if (!equalBytes(bytes.subarray(0, text.length), text)) throw mismatch('not the header that the manifest implies');
-    const padding = bytes.subarray(text.length);
-    if (padding.some((byte) => byte !== SPACE)) throw mismatch('the header is not padded with spaces');
-    at += bytes.length;
-  }
+  await checkHeader(storage, file, header);
 }
 
 //
@@ -72,15 +58,10 @@ async function checkSide(storage, side) {
   }
 }
 
-async function* pieces(storage, label, nbytes) {
-  for (let at = 0; at < Number(nbytes); at += PIECE_NBYTES) {
-    yield storage.read(label, at, Math.min(PIECE_NBYTES, Number(nbytes) - at));
-  }
-}
-
 // Stage 6
 async function verifyBlocks(storage, manifest) {
   const blocks = new BlockReader(storage, manifest);
+  blocks.checkedHeaders = new Set(manifest.body.files.keys()); // by stage 5
   for (const c of manifest.layout.order) {
     for (let k = 0; k < Number(manifest.layout.extents[c].blocks); k++) {
       await blocks.load(c, k).catch((error) => addProblems(manifest.problems, error));

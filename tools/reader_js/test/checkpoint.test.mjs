@@ -55,11 +55,22 @@ test('only touched blocks are looked at', async () => {
   assert.equal((await checkpoint.read('a%2Fb', null, { verify: false })).length, 5000);
 });
 
+test('what a header lies about is read only if nothing is verified', async () => {
+  const files = await build(exampleSpec());
+  const [label] = [...files.keys()].filter((name) => name !== 'manifest.dsd');
+  const lying = changed(files, label, (bytes) => { bytes[10] ^= 1; }); // a letter of the first name
+  const checkpoint = await open(lying);
+  await assert.rejects(checkpoint.read('a%2Fb'), { code: 'header_mismatch' });
+  assert.equal((await checkpoint.read('a%2Fb', null, { verify: false })).length, 5000);
+});
+
 test('the content digest does not depend on the boxes', async () => {
   const spec = exampleSpec();
   const split = await open(await build(spec));
   const bytes = await split.read('m/__proto__');
   spec.tensors[1].chunks = [{ offset: [0, 0], shape: [2, 3], data: bytes }];
+  spec.header = spec.header.replace(/,"\/m\/__proto__.*(?=,"\/m\/z)/,
+    ',"/m/__proto__":{"dtype":"F32","shape":[2,3],"data_offsets":[5000,5024]}');
   const whole = await open(await build(spec));
   assert.notEqual(split.root, whole.root);
   assert.equal(toHex((await split.contentDigests()).state), toHex((await whole.contentDigests()).state));
