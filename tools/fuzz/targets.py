@@ -21,7 +21,7 @@ from dsdformat.format.decoding import Hooks, decode_tree
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.packing import emit, parse
 from dsdformat.format.values import TensorRef, encode
-from dsdformat.limits import MANIFEST_LABEL, MIB
+from dsdformat.limits import MANIFEST_LABEL, MIB, SIGNATURES_MAX
 from dsdformat.reader import Checkpoint
 from dsdformat.signing import emit_signatures, parse_signatures
 from dsdformat.storage.memory import MemoryStorage
@@ -199,6 +199,37 @@ def signature_seeds() -> list[bytes]:
     return [emit_signatures(dict(pairs[:count])) for count in (0, 1, 3)]
 
 
+def mutated_signatures(data: bytes, rng: random.Random, others: Sequence[bytes] = ()) -> bytes:
+    """Signatures with whole lines or digits changed, or by chance with their bytes changed."""
+    if rng.random() < 0.4:
+        return mutated(data, rng, others)
+    lines = data.split(b"\n")
+    at, kind = int(rng.random() * len(lines)), int(rng.random() * 6)
+    if kind == 0:
+        lines.insert(at, rng.choice(lines))
+    elif kind == 1:
+        del lines[at]
+    elif kind == 2:
+        line = b"ed25519 %s %s" % (
+            rng.randbytes(32).hex().encode(),
+            rng.randbytes(64).hex().encode(),
+        )
+        lines[at:at] = [line] * rng.choice((1, 1, 1, 1, SIGNATURES_MAX + 1))
+    elif kind == 3 and lines[at]:
+        place = int(rng.random() * len(lines[at]))
+        lines[at] = lines[at][:place] + rng.choice(_DIGITS) + lines[at][place + 1 :]
+    elif kind == 4:
+        lines[at] = rng.choice(
+            (lines[at].upper(), lines[at] + b" ", b" " + lines[at], lines[at] + b"\r")
+        )
+    else:
+        lines[at] = lines[at].replace(b"ed25519", rng.choice((b"ed448", b"ed25519ph", b"", b"rsa")))
+    return b"\n".join(lines)
+
+
+_DIGITS = [b"%x" % digit for digit in range(16)] + [b"A", b"g", b" ", b"\xb2", b"\0"]
+
+
 TARGETS = (
     Target(
         "manifest",
@@ -226,6 +257,7 @@ TARGETS = (
         "`manifest.dsd.sig`",
         read_signatures,
         signature_seeds,
+        mutated_signatures,
         smoke=20_000,
     ),
     *(
