@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsdformat.errors import ArgumentError, DependencyError, Problem, shorten
 from dsdformat.limits import SIGNATURES_LABEL, SIGNATURES_MAX
@@ -74,14 +74,10 @@ def _public_key(key: Key) -> bytes:
     if len(data) == 32:
         return data
     _require()
-    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    try:
-        loaded = load_pem_public_key(data)
-    except (ValueError, UnsupportedAlgorithm):
-        loaded = None
+    loaded = _loaded(lambda: load_pem_public_key(data))
     if not isinstance(loaded, Ed25519PublicKey):
         raise _no_key("public", "openssl pkey -in key.pem -pubout -out key.pub")
     return bytes(loaded.public_bytes_raw())
@@ -144,19 +140,29 @@ def check_signed(root: bytes, key: bytes, signatures: Mapping[bytes, bytes]) -> 
 
 def _private_key(data: bytes) -> Ed25519PrivateKey:
     _require()
-    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     if len(data) == 32:
         return Ed25519PrivateKey.from_private_bytes(data)
-    try:
-        loaded = load_pem_private_key(data, password=None)
-    except (TypeError, ValueError, UnsupportedAlgorithm):
-        loaded = None
+    loaded = _loaded(lambda: load_pem_private_key(data, password=None))
     if not isinstance(loaded, Ed25519PrivateKey):
         raise _no_key("private", "openssl genpkey -algorithm ed25519 -out key.pem")
     return loaded
+
+
+def _loaded(load: Callable[[], Any]) -> Any:
+    """Return the key that a PEM file holds; None if it holds none that is known."""
+    from cryptography.exceptions import InternalError, UnsupportedAlgorithm
+
+    for _ in range(2):
+        try:
+            return load()
+        except InternalError:  # may be about what was loaded before, of which it tells once
+            continue
+        except (TypeError, ValueError, UnsupportedAlgorithm):
+            break
+    return None
 
 
 def _key_bytes(key: Key) -> bytes:

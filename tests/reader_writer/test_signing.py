@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("cryptography", reason="signatures need it")
+from cryptography.exceptions import InternalError
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
@@ -177,6 +179,25 @@ def test_what_is_no_private_key_is_refused(path, key):
 def test_what_is_no_public_key_is_refused(path, key):
     with pytest.raises(ArgumentError, match="public Ed25519 key"):
         dsdformat.open(path, pubkey=key)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_key_is_loaded_again_if_openssl_tells_of_another_one(path, monkeypatch, times):
+    """After a key that it refuses, the next one may be met with that one's error, once."""
+    dsdformat.sign(path, SEED)
+    load, told = serialization.load_pem_public_key, [InternalError("", [])] * times
+
+    def loading(data: bytes) -> Any:
+        if told:
+            raise told.pop()
+        return load(data)
+
+    monkeypatch.setattr(serialization, "load_pem_public_key", loading)
+    if times == 1:
+        dsdformat.open(path, pubkey=public_pem(KEY)).close()
+    else:
+        with pytest.raises(ArgumentError, match="public Ed25519 key"):
+            dsdformat.open(path, pubkey=public_pem(KEY))
 
 
 def test_a_key_that_is_no_key_at_all_or_not_there_is_an_error(path, tmp_path):

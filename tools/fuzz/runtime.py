@@ -57,6 +57,8 @@ def _states() -> list[dict[str, Any]]:
 
     import dsdformat.torch as dsd
 
+    random.seed(8)  # so that the state that is saved is the same each time
+    np.random.seed(8)
     square = torch.eye(3)
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])

@@ -26,7 +26,7 @@ from dsdformat.reader import Checkpoint
 from dsdformat.signing import emit_signatures, parse_signatures
 from dsdformat.storage.memory import MemoryStorage
 from dsdformat.verify import Report, verify_storage
-from fuzz import beside, codecs, folders, foreign, parts, runtime
+from fuzz import beside, codecs, folders, foreign, keys, parts, runtime
 from fuzz.bytewise import mutated
 from fuzz.folders import Files, unpacked
 from fuzz.manifests import mutated_manifest
@@ -230,6 +230,13 @@ def mutated_signatures(data: bytes, rng: random.Random, others: Sequence[bytes] 
 _DIGITS = [b"%x" % digit for digit in range(16)] + [b"A", b"g", b" ", b"\xb2", b"\0"]
 
 
+_FORMATS = (
+    *foreign.FORMATS,
+    *beside.FORMATS,
+    *parts.FORMATS,
+    *runtime.FORMATS,
+    *keys.FORMATS,
+)
 TARGETS = (
     Target(
         "manifest",
@@ -262,6 +269,6 @@ TARGETS = (
     ),
     *(
         Target(one.name, one.what, one.read, one.seeds, one.mutate, smoke=one.smoke)
-        for one in (*foreign.FORMATS, *beside.FORMATS, *parts.FORMATS, *runtime.FORMATS)
+        for one in _FORMATS
     ),
 )
