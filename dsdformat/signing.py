@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ __all__ = [
 # A file of a PEM key, its contents, 32 bytes, or 64 hexadecimal digits.
 Key = str | os.PathLike[str] | bytes
 # One, or several that are all meant.
-Keys = Key | list[Key] | tuple[Key, ...]
+Keys = Key | Sequence[Key]
 
 _MAGIC = "dsd-signatures-1"
 _DOMAIN = b"dsd-signature-1\n"  # so that a signature of a digest means this and nothing else
@@ -62,7 +62,7 @@ def public_keys(keys: Keys | None) -> tuple[bytes, ...]:
     """
     if keys is None:
         return ()
-    if not isinstance(keys, list | tuple):
+    if isinstance(keys, str | bytes) or not isinstance(keys, Sequence):
         return (_public_key(keys),)
     if not keys:  # whoever passes it means that somebody must have signed
         raise ArgumentError("pubkey is a list without keys", code="bad_argument")
