@@ -31,7 +31,7 @@ __all__ = [
 
 # A file of a PEM key, its contents, 32 bytes, or 64 hexadecimal digits.
 Key = str | os.PathLike[str] | bytes
-# One, or several that are all meant.
+# One, or a list of several that are all meant.
 Keys = Key | Sequence[Key]
 
 _MAGIC = "dsd-signatures-1"
@@ -62,14 +62,14 @@ def public_keys(keys: Keys | None) -> tuple[bytes, ...]:
     """
     if keys is None:
         return ()
-    if isinstance(keys, str | bytes) or not isinstance(keys, Sequence):
+    if not isinstance(keys, list | tuple):
         return (_public_key(keys),)
     if not keys:  # whoever passes it means that somebody must have signed
         raise ArgumentError("pubkey is a list without keys", code="bad_argument")
     return tuple(map(_public_key, keys))
 
 
-def _public_key(key: Key) -> bytes:
+def _public_key(key: Any) -> bytes:
     data = _key_bytes(key)
     if len(data) == 32:
         return data

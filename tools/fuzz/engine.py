@@ -24,14 +24,14 @@ from dsdformat.errors import DsdError
 from fuzz.bytewise import mutated
 from fuzz.targets import Target
 
-__all__ = ["Finding", "Outcome", "Run", "TooSlowError", "attempt", "limits"]
+__all__ = ["RENEW", "Finding", "Outcome", "Run", "TooSlowError", "attempt", "limits"]
 
 SECONDS_MAX = 2.0  # of CPU
 _TICKS = 20  # of the clock, in that time
 EXTRA_NBYTES_MAX = 256 * 2**20
 _KEPT_MAX = 40  # inputs for each outcome
 _SEEDS_CHANCE = 0.5
-_RENEW = 1000  # inputs after which the limit of memory counts from what is used then
+RENEW = 1000  # inputs after which the limit of memory counts from what is used then
 _NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9a-f]{16,}|[0-9]+|'[^']*'|\"[^\"]*\"")
 _SHOWN = 100
 
@@ -205,7 +205,7 @@ class Run:
             for data in self.inputs():
                 if self.fed == count or (end is not None and time.monotonic() >= end):
                     break
-                if self.fed % _RENEW == 0:
+                if self.fed % RENEW == 0:
                     renew()
                 outcome = attempt(self.target, data)
                 self.fed += 1
