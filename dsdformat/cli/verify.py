@@ -75,7 +75,7 @@ def verify(
         out.document(_document(str(ckpt), report, seconds))
         return out.exit_code
     if report.ok:
-        _print_good(out, str(ckpt), report, seconds)
+        _print_good(out, str(ckpt), report, seconds, len(pubkey or ()))
     else:
         _print_bad(out, str(ckpt), report)
     if report.unlisted:
@@ -131,12 +131,13 @@ def _run(out: Output, ckpt: str, **options: Any) -> Report:
         return dsdformat.verify(ckpt, progress=progress, **options)
 
 
-def _print_good(out: Output, ckpt: str, report: Report, seconds: float) -> None:
+def _print_good(out: Output, ckpt: str, report: Report, seconds: float, keys: int) -> None:
     rate = format_size(int(report.nbytes / max(seconds, 1e-9)))
     out.line(f"{ckpt}: ok", "bold")
     out.pairs(
         [
             ("root", report.root or ""),
+            ("signed", f"with {format_count(keys, 'key')} asked for" if keys else ""),
             ("checked", _counts(report)),
             ("size", f"{format_size(report.nbytes)} in {seconds:.1f} s, {rate}/s"),
         ]

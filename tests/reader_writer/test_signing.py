@@ -333,6 +333,7 @@ def test_the_command_signs_and_verifies(path, tmp_path, capsys):
     assert main(["sign", str(path), "--key", str(tmp_path / "key.pem")]) == 0
     assert f"pubkey  {PUBLIC}" in capsys.readouterr().out
     assert main(verify) == 0
+    assert "signed   with 1 key asked for" in capsys.readouterr().out
     assert main(["verify", str(path), "--pubkey", PUBLIC]) == 0
     for keys in (
         (PUBLIC, OTHER.hex()),
