@@ -85,7 +85,9 @@ def test_a_slice_is_read_and_verified_from_the_blocks_that_it_touches(giant, nam
         del storage.reads[:]
         entry.read(box)
     assert opened < MIB
-    reads = [(at, at + nbytes) for label, at, nbytes in storage.reads if label != "manifest.dsd"]
+    read = [(at, nbytes) for label, at, nbytes in storage.reads if label != "manifest.dsd"]
+    assert [nbytes for at, nbytes in read if at < HEADER] == [HEADER]
+    reads = [(at, at + nbytes) for at, nbytes in read if at >= HEADER]
     begin = HEADER + (SIZES["a"] if name == "b" else 0)
     assert sum(end - start for start, end in reads) == (high - low) * BLOCK
     assert min(reads)[0] == begin + low * BLOCK

@@ -104,12 +104,12 @@ def test_what_compresses_is_small_and_what_does_not_is_raw_and_each_is_read_alon
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Byte offset, length and address of all reads of data files from here on."""
+    """Byte offset, length and address of all reads of data, behind headers, from here on."""
     noted: list[tuple[int, int, int]] = []
     kept = LocalStorage.read_into
 
     def read_into(self: LocalStorage, label: str, byte_offset: int, into: memoryview) -> int:
-        if label != "manifest.dsd":
+        if label != "manifest.dsd" and byte_offset:
             address = np.frombuffer(into, np.uint8).ctypes.data
             noted.append((byte_offset, len(into), address))
         return kept(self, label, byte_offset, into)
