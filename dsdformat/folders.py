@@ -25,10 +25,11 @@ from dsdformat.limits import BLOCK_NBYTES_DEFAULT, SIGNATURES_LABEL, SIGNATURES_
 from dsdformat.reader import Checkpoint
 from dsdformat.signing import (
     Key,
+    Keys,
     check_signed,
     emit_signatures,
     parse_signatures,
-    public_key,
+    public_keys,
     sign_root,
 )
 from dsdformat.storage.base import Storage
@@ -48,7 +49,7 @@ def open(
     *,
     verify: bool = True,
     digest: str | None = None,
-    pubkey: Key | None = None,
+    pubkey: Keys | None = None,
     threads: int | None = None,
 ) -> Checkpoint:
     """Open a checkpoint for reading.
@@ -60,7 +61,7 @@ def open(
         verify: Whether reads compare blocks with their digests.
         digest: The root digest that the checkpoint must have, 64 hexadecimal digits.
         pubkey: An Ed25519 key that must have signed the checkpoint: a PEM file, its contents, 32
-            bytes, or 64 hexadecimal digits.
+            bytes, or 64 hexadecimal digits. A list of keys, all of which must have signed it.
         threads: How many threads read; up to 8 if None.
 
     Raises:
@@ -73,13 +74,14 @@ def open(
     Memory: the manifest's body, and 40 bytes per tensor.
     """
     expected = _parse_digest(digest)
-    signer = None if pubkey is None else public_key(pubkey)
+    signers = public_keys(pubkey)
     while True:
         storage = LocalStorage(path)
         try:
             checkpoint = Checkpoint(storage, verify=verify, digest=expected, threads=threads)
-            if signer is not None:
-                check_signed(bytes.fromhex(checkpoint.root), signer, _signatures(storage))
+            signatures = _signatures(storage) if signers else {}
+            for signer in signers:
+                check_signed(bytes.fromhex(checkpoint.root), signer, signatures)
             return checkpoint
         except BaseException as error:
             storage.close()
@@ -143,7 +145,7 @@ def verify(
     path: PathLike,
     *,
     digest: str | None = None,
-    pubkey: Key | None = None,
+    pubkey: Keys | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -167,11 +169,11 @@ def verify(
     Memory: one block per thread, and the chunk tables.
     """
     expected = _parse_digest(digest)
-    signer = None if pubkey is None else public_key(pubkey)
+    signers = public_keys(pubkey)
     while True:
         try:
-            if signer is not None:  # before data is read that nobody vouches for
-                with open(path, digest=digest, pubkey=signer) as signed:
+            if signers:  # before data is read that nobody vouches for
+                with open(path, digest=digest, pubkey=signers) as signed:
                     expected = bytes.fromhex(signed.root)
             storage = LocalStorage(path)
         except FormatError as error:

@@ -20,7 +20,8 @@ from dsdformat.format.decoding import Hooks
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import Named, Scalar
-from dsdformat.signing import Key
+from dsdformat.limits import MIB
+from dsdformat.signing import Keys
 from dsdformat.sources import TensorSource
 from dsdformat.writer import Codec
 
@@ -144,7 +145,7 @@ def load(
     *,
     verify: bool = True,
     digest: str | None = None,
-    pubkey: Key | None = None,
+    pubkey: Keys | None = None,
     threads: int | None = None,
 ) -> Any:
     """Load a whole checkpoint as a nested state of new arrays.
@@ -172,6 +173,8 @@ def load(
     ) as checkpoint:
         for entry in checkpoint:
             _check_ndim(entry.shape, entry.name)
+            if not 0 < entry.nbytes < MIB:
+                entry.check()  # that there is so much, before it is allocated
         arrays = [np.empty(entry.shape, _DTYPES[entry.dtype]) for entry in checkpoint]
         checkpoint.read_all([_bytes_of(array) for array in arrays])
         return checkpoint.tree(_hooks(arrays))

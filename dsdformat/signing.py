@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsdformat.errors import ArgumentError, DependencyError, Problem, shorten
 from dsdformat.limits import SIGNATURES_LABEL, SIGNATURES_MAX
@@ -19,10 +19,20 @@ from dsdformat.storage.local import storage_errors
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-__all__ = ["Key", "check_signed", "emit_signatures", "parse_signatures", "public_key", "sign_root"]
+__all__ = [
+    "Key",
+    "Keys",
+    "check_signed",
+    "emit_signatures",
+    "parse_signatures",
+    "public_keys",
+    "sign_root",
+]
 
 # A file of a PEM key, its contents, 32 bytes, or 64 hexadecimal digits.
 Key = str | os.PathLike[str] | bytes
+# One, or a list of several that are all meant.
+Keys = Key | Sequence[Key]
 
 _MAGIC = "dsd-signatures-1"
 _DOMAIN = b"dsd-signature-1\n"  # so that a signature of a digest means this and nothing else
@@ -42,26 +52,32 @@ def sign_root(root: bytes, key: Key) -> tuple[bytes, bytes]:
     return private.public_key().public_bytes_raw(), private.sign(_DOMAIN + root)
 
 
-def public_key(key: Key) -> bytes:
-    """Return the 32 bytes of a public key.
+def public_keys(keys: Keys | None) -> tuple[bytes, ...]:
+    """Return the 32 bytes of each public key; none for None.
 
     Raises:
-        ArgumentError: `bad_argument`: it is none.
+        ArgumentError: `bad_argument`: one is none, or the list is empty.
         DependencyError: `missing_dependency`.
         StorageError: the file of the key cannot be read.
     """
+    if keys is None:
+        return ()
+    if not isinstance(keys, list | tuple):
+        return (_public_key(keys),)
+    if not keys:  # whoever passes it means that somebody must have signed
+        raise ArgumentError("pubkey is a list without keys", code="bad_argument")
+    return tuple(map(_public_key, keys))
+
+
+def _public_key(key: Any) -> bytes:
     data = _key_bytes(key)
     if len(data) == 32:
         return data
     _require()
-    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    try:
-        loaded = load_pem_public_key(data)
-    except (ValueError, UnsupportedAlgorithm):
-        loaded = None
+    loaded = _loaded(lambda: load_pem_public_key(data))
     if not isinstance(loaded, Ed25519PublicKey):
         raise _no_key("public", "openssl pkey -in key.pem -pubout -out key.pub")
     return bytes(loaded.public_bytes_raw())
@@ -124,19 +140,29 @@ def check_signed(root: bytes, key: bytes, signatures: Mapping[bytes, bytes]) -> 
 
 def _private_key(data: bytes) -> Ed25519PrivateKey:
     _require()
-    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     if len(data) == 32:
         return Ed25519PrivateKey.from_private_bytes(data)
-    try:
-        loaded = load_pem_private_key(data, password=None)
-    except (TypeError, ValueError, UnsupportedAlgorithm):
-        loaded = None
+    loaded = _loaded(lambda: load_pem_private_key(data, password=None))
     if not isinstance(loaded, Ed25519PrivateKey):
         raise _no_key("private", "openssl genpkey -algorithm ed25519 -out key.pem")
     return loaded
+
+
+def _loaded(load: Callable[[], Any]) -> Any:
+    """Return the key that a PEM file holds; None if it holds none that is known."""
+    from cryptography.exceptions import InternalError, UnsupportedAlgorithm
+
+    for _ in range(2):
+        try:
+            return load()
+        except InternalError:  # may be about what was loaded before, of which it tells once
+            continue
+        except (TypeError, ValueError, UnsupportedAlgorithm):
+            break
+    return None
 
 
 def _key_bytes(key: Key) -> bytes:

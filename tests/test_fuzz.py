@@ -13,7 +13,7 @@ import pytest
 if not sys.platform.startswith("linux"):
     pytest.skip("the fuzz program reads /proc, and limits memory", allow_module_level=True)
 
-from fuzz import archives, cli, codecs, engine, folders, foreign, manifests, pickles, values
+from fuzz import archives, cli, codecs, engine, folders, foreign, manifests, parts, pickles, values
 from fuzz.engine import Outcome, Run, attempt, limits
 from fuzz.peer import Peer, find_node
 from fuzz.rules import BrokenRuleError
@@ -81,7 +81,9 @@ def test_an_input_that_takes_too_much_memory_is_found():
     assert outcome.finding.kind.startswith("MemoryError")
 
 
-@pytest.mark.parametrize("name", ["manifest", "folder", "values", "codec", "safetensors"])
+@pytest.mark.parametrize(
+    "name", ["manifest", "folder", "values", "codec", "safetensors", "part", "meta"]
+)
 def test_a_seed_decides_all_inputs(name):
     (target,) = choose_targets([name])
 
@@ -165,6 +167,11 @@ def test_pickles_are_split_at_their_opcodes():
     assert b"".join(ops) == data
     assert b"cos\nsystem\n" in ops
     assert b"X\x01\x00\x00\x00a" in ops
+
+
+def test_parts_that_are_not_changed_are_merged():
+    assert parts.read_part(parts.part_seeds()[0]) == ()
+    assert parts.read_part(parts.part_seeds()[1]) == ()
 
 
 def test_zip_files_are_put_together_again():

@@ -42,7 +42,7 @@ def open_source(
     unknown: Unknown = "record",
     *,
     digest: str | None = None,
-    pubkey: str | None = None,
+    pubkey: list[str] | None = None,
 ) -> Foreign:
     """Open a checkpoint of any kind; if asked for, one of ours of a digest, or signed by a key.
 

@@ -43,9 +43,14 @@ UnknownOption = Annotated[
 Digest = Annotated[
     str | None, typer.Option(metavar="HEX", help="The root digest that it must have.")
 ]
+# Given again, it is one more: an option of which the last one counts would drop a demand.
 Pubkey = Annotated[
-    str | None,
-    typer.Option(metavar="KEY", help="A key that must have signed it: a PEM file, or hex."),
+    list[str] | None,
+    typer.Option(
+        metavar="KEY",
+        help="A key that must have signed it: a PEM file, or hex. Several must all have.",
+        callback=lambda keys: list(keys) if keys else None,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 

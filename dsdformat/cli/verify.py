@@ -82,7 +82,7 @@ def verify(
         out.document(_document(str(ckpt), report, seconds))
         return out.exit_code
     if report.ok:
-        _print_good(out, str(ckpt), report, seconds)
+        _print_good(out, str(ckpt), report, seconds, len(pubkey or ()))
     else:
         _print_bad(out, str(ckpt), report)
     if report.unlisted:
@@ -93,7 +93,7 @@ def verify(
 
 
 def _verify_other(
-    out: Output, ckpt: Path, digest: str | None, pubkey: str | None, *, json: bool
+    out: Output, ckpt: Path, digest: str | None, pubkey: list[str] | None, *, json: bool
 ) -> int:
     """Compare what there are of checksums in another kind of file; errors say what is wrong."""
     if digest is not None or pubkey is not None:
@@ -138,11 +138,12 @@ def _run(out: Output, ckpt: str, **options: Any) -> Report:
         return dsdformat.verify(ckpt, progress=progress, **options)
 
 
-def _print_good(out: Output, ckpt: str, report: Report, seconds: float) -> None:
+def _print_good(out: Output, ckpt: str, report: Report, seconds: float, keys: int) -> None:
     out.line(f"{ckpt}: ok", "bold")
     out.pairs(
         [
             ("root", report.root or ""),
+            ("signed", f"with {format_count(keys, 'key')} asked for" if keys else ""),
             ("checked", _counts(report)),
             ("size", format_pace(report.nbytes, seconds)),
         ]

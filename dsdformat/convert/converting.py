@@ -27,7 +27,7 @@ from dsdformat.convert.write_safetensors import write_huggingface, write_safeten
 from dsdformat.convert.write_torch import write_torch
 from dsdformat.errors import ArgumentError, shorten
 from dsdformat.modelfiles import HF_METADATA
-from dsdformat.signing import Key
+from dsdformat.signing import Keys
 
 __all__ = [
     "OUTPUTS",
@@ -144,7 +144,7 @@ class Request:
     with_side_files: bool = False
     verify: bool = False
     digest: str | None = None
-    pubkey: Key | None = None
+    pubkey: Keys | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -210,7 +210,7 @@ def convert(  # noqa: PLR0913
     with_side_files: bool = False,
     verify: bool = False,
     digest: str | None = None,
-    pubkey: Key | None = None,
+    pubkey: Keys | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Converted:

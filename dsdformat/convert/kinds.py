@@ -48,9 +48,9 @@ from dsdformat.errors import (
 )
 from dsdformat.garbage import paused_gc
 from dsdformat.limits import JSON_NBYTES_MAX, MANIFEST_LABEL
-from dsdformat.signing import Key
+from dsdformat.signing import Keys
 
-__all__ = ["Kind", "find_kind", "open_any", "open_foreign", "refuse_proof"]
+__all__ = ["Kind", "find_kind", "open_any", "open_folder", "open_foreign", "refuse_proof"]
 
 PathLike = str | os.PathLike[str]
 _SUFFIX = ".safetensors"
@@ -137,7 +137,7 @@ def open_foreign(path: PathLike | Sequence[PathLike], *, unknown: Policy = "refu
         )
     if os.path.isdir(path):
         folder = Folder(path)
-        opened: Callable[[], Foreign] = lambda: _open_folder(kind, folder, unknown)  # noqa: E731
+        opened: Callable[[], Foreign] = lambda: open_folder(kind, folder, unknown)  # noqa: E731
     else:
         folder, name = _split(path)
         opened = lambda: _open_file(kind, folder, name, unknown)  # noqa: E731
@@ -154,7 +154,7 @@ def open_any(
     *,
     unknown: Policy = "refuse",
     digest: str | None = None,
-    pubkey: Key | None = None,
+    pubkey: Keys | None = None,
 ) -> Foreign:
     """Open a checkpoint of any kind, ours too, for reading; see `open_foreign` and `open_own`.
 
@@ -169,7 +169,7 @@ def open_any(
     return open_foreign(path, unknown=unknown)
 
 
-def refuse_proof(digest: str | None, pubkey: Key | None) -> None:
+def refuse_proof(digest: str | None, pubkey: Keys | None) -> None:
     """Refuse to say of a foreign checkpoint that it is the one that was asked for.
 
     Raises:
@@ -317,7 +317,12 @@ def _has_shards(path: str, file: str) -> bool:
         folder.close()
 
 
-def _open_folder(kind: Kind, folder: Folder, policy: Policy) -> Foreign:
+def open_folder(kind: Kind, folder: Folder, policy: Policy) -> Foreign:
+    """Open a folder as the kind that it was found to be: DCP, or a model of one or more files.
+
+    Raises:
+        ConvertError, FormatError, StorageError: as `open_foreign`.
+    """
     metadata: dict[str, str] = {}
     verify: Callable[[int, int], int] | None = None
     tree: Any

@@ -14,7 +14,7 @@ from dsdformat.errors import ArgumentError, ConvertError, shorten
 from dsdformat.folders import PathLike
 from dsdformat.limits import MANIFEST_LABEL
 from dsdformat.reader import Checkpoint
-from dsdformat.signing import Key
+from dsdformat.signing import Keys
 
 __all__ = ["Paths", "open_origin"]
 
@@ -29,7 +29,7 @@ def open_origin(
     *,
     verify: bool = True,
     digest: str | None = None,
-    pubkey: Key | None = None,
+    pubkey: Keys | None = None,
     threads: int | None = None,
     unknown: Policy = "refuse",
 ) -> Checkpoint | ForeignReader:

@@ -21,7 +21,7 @@ from dsdformat.format.values import TensorRef
 from dsdformat.limits import MIB
 from dsdformat.plan.load_plan import Wanted
 from dsdformat.reader import Checkpoint
-from dsdformat.signing import Key
+from dsdformat.signing import Keys
 from dsdformat.sources import Data, Reference, TensorSource
 from dsdformat.tensors import TensorTable
 
@@ -134,7 +134,7 @@ def open_own(
     *,
     verify_data: bool = True,
     digest: str | None = None,
-    pubkey: Key | None = None,
+    pubkey: Keys | None = None,
     threads: int | None = None,
 ) -> Foreign:
     """Open a checkpoint of ours as a converter sees it. Its user metadata is `metadata`.

@@ -21,7 +21,7 @@ from dsdformat.convert.own import StoredTensor
 from dsdformat.convert.write_dsd import counted
 from dsdformat.errors import ArgumentError, MismatchError, listed, printable, shorten
 from dsdformat.limits import BLOCK_NBYTES_DEFAULT, MANIFEST_LABEL, MIB, SIGNATURES_LABEL
-from dsdformat.signing import Key
+from dsdformat.signing import Keys
 from dsdformat.sources import TensorSource
 from dsdformat.storage.base import Storage, completed
 from dsdformat.storage.local import LocalStorage
@@ -97,7 +97,7 @@ def copy(
     dst: PathLike,
     *,
     digest: str | None = None,
-    pubkey: Key | None = None,
+    pubkey: Keys | None = None,
     overwrite: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,

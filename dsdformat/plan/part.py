@@ -34,6 +34,13 @@ from dsdformat.format.manifest import (
     parse_body,
 )
 from dsdformat.format.packing import emit, parse
+from dsdformat.plan.part_checks import (
+    PieceChecks,
+    check_carried,
+    check_columns,
+    check_counts,
+    check_layouts,
+)
 from dsdformat.plan.tree_merge import Piece, cut_tree, joined_tree
 
 __all__ = [
@@ -175,12 +182,13 @@ class _PartReader:
     def __init__(self) -> None:
         self._layouts: dict[bytes, dict[str, Any]] = {}
         self._tensors: dict[tuple[Any, ...], Sequence[TensorRecord]] = {}
+        self._pieces = PieceChecks()
 
     def read(self, raw: bytes, rank: int) -> Part:
         """Read one part.
 
         Raises:
-            FormatError: it was damaged on the way.
+            FormatError: it was damaged on the way, or is no part.
         """
         head = parse_head(raw[: check_prefix(raw[:FIXED_NBYTES], len(raw))], len(raw))
         _check_pages(head, raw)
@@ -193,18 +201,23 @@ class _PartReader:
 
         fields = parse(read("body", 0, nbytes["body"]))
         raise_problems(find_body_problems(fields))
-        carried = fields["extensions"].pop(_CARRIED, {})
-        if carried:
+        carried = fields["extensions"].pop(_CARRIED, None)
+        if carried is not None:
+            check_carried(carried, len(fields["files"]))
+            self._pieces.check(carried["tree"])
             fields |= self._shared_layouts(carried["layouts"], fields)
         body = parse_body(fields)
         columns = Columns(nbytes, read)
         chunks = _all_rows(columns.chunks, nbytes, read)
-        counts = carried.get("counts")
-        if not carried:
+        check_columns(body, columns, chunks)
+        if carried is None:
             _check_tree(body.tree, columns.tensors, rank)
             counts = _count(len(body.files), chunks, columns)
+        else:
+            counts = carried["counts"]
+            check_counts(counts, columns)
         return Part(
-            tree=None if carried else body.tree,
+            tree=body.tree if carried is None else None,
             tensors=self._shared_tensors(body, columns, read("shapes", 0, nbytes["shapes"])),
             counts=columns.chunk_count,
             chunks=chunks,
@@ -212,13 +225,14 @@ class _PartReader:
             sums=_cut_sums(counts, columns),
             block_nbytes=body.block_nbytes,
             world_size=body.world_size,
-            pieces=carried.get("tree"),
+            pieces=None if carried is None else carried["tree"],
         )
 
     def _shared_layouts(self, raw: bytes, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the meshes and layouts of a part."""
         if raw not in self._layouts:
             layouts = parse(raw)
+            check_layouts(layouts)
             raise_problems(find_body_problems(fields | layouts))
             self._layouts[raw] = layouts
         return self._layouts[raw]
@@ -347,7 +361,9 @@ def _tensor_record(body: Body, columns: Columns, index: int) -> TensorRecord:
 
 
 def _check_tree(tree: Any, tensors: int, rank: int) -> None:
-    named = len(decode_tree(tree).paths)
+    decoded = decode_tree(tree)
+    raise_problems(decoded.problems)
+    named = len(decoded.paths)
     if named != tensors:
         message = f"the part of rank {rank} names {named} of {tensors} tensors"
         raise Problem("bad_tensor_reference", message, path="$.tree").error()

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 import platform
+import re
 import shutil
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from dsdformat.storage.sink import FileSink
 __all__ = ["Mailbox"]
 
 _WORD, _ALIVE = "word-", "alive-"
+_RANK = re.compile("[0-9]{1,9}")
 _RESERVED_NBYTES = 4096
 
 
@@ -92,8 +94,8 @@ class Mailbox:
         """
         with storage_errors(self.folder), contextlib.suppress(FileNotFoundError):
             with os.scandir(self.folder) as entries:
-                names = [entry.name for entry in entries if entry.name.startswith(_WORD)]
-            return {int(name.removeprefix(_WORD)) for name in names}
+                ranks = [entry.name.removeprefix(_WORD) for entry in entries]
+            return {int(rank) for rank in ranks if _RANK.fullmatch(rank)}
         return set()
 
     def word(self, rank: int) -> bytes | None:

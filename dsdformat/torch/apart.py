@@ -18,17 +18,20 @@ import time
 from collections.abc import Callable, Iterable
 
 from dsdformat.errors import ArgumentError, StorageError
-from dsdformat.format.packing import emit
-from dsdformat.format.values import encode
 from dsdformat.storage.mailbox import Mailbox
-from dsdformat.torch.comm import decoded
 from dsdformat.torch.failures import Row, check_rows, error_row
 from dsdformat.torch.unfinished import Unfinished
+from dsdformat.torch.words import (
+    failed_word,
+    part_word,
+    read_part_word,
+    read_verdict,
+    root_word,
+)
 
 __all__ = ["Limit", "write_apart"]
 
 _POLL_S, _POLL_MAX_S, _LIVES_S = 0.005, 0.5, 1.0
-_PART, _FAILED, _ROOT = b"p", b"f", b"r"
 
 
 class Limit:
@@ -93,18 +96,21 @@ def _lead(save: Unfinished, mailbox: Mailbox, limit: Limit) -> str:
     parts: dict[int, bytes] = {}
     try:
         for rank, word in _heard(mailbox, range(1, len(rows)), limit).items():
-            rows[rank] = decoded(word[1:]) if word[:1] == _FAILED else None
-            parts[rank] = word[1:]
+            told = read_part_word(word)
+            if isinstance(told, bytes):
+                parts[rank] = told
+            else:
+                rows[rank] = told
         if error is None and not any(rows):
             root = coordinator.commit([parts[rank] for rank in sorted(parts)])
     except Exception as caught:
         error = error or caught
     if root:
-        mailbox.leave(_ROOT + root.encode())
+        mailbox.leave(root_word(root))
         return root
     rows[0] = None if error is None else error_row(error)
     coordinator.abort()
-    mailbox.leave(_FAILED + emit(encode(rows)))
+    mailbox.leave(failed_word(rows))
     check_rows("save", save.comm.ranks, rows, (save.comm.rank, error))
     raise AssertionError("some rank has failed")
 
@@ -113,24 +119,22 @@ def _follow(save: Unfinished, mailbox: Mailbox, limit: Limit) -> str:
     """Tell rank 0 how it went here, and hear how it went."""
     error: Exception | None = None
     try:
-        word = _PART + save.write_part()
+        word = part_word(save.write_part())
     except Exception as caught:
-        error, word = caught, _FAILED + emit(encode(error_row(caught)))
+        error, word = caught, failed_word(error_row(caught))
     try:
         mailbox.leave(word)
     except StorageError as full:
         if error is not None:
             raise
         error = full
-        mailbox.leave(_FAILED + emit(encode(error_row(full))))  # for which there is room
+        mailbox.leave(failed_word(error_row(full)))  # for which there is room
     # Longer than rank 0 waits, so that its verdict comes first.
     verdict = _heard(mailbox, [0], limit, factor=1.25)[0]
-    if verdict[:1] == _ROOT:
-        return verdict[1:].decode()
-    told = decoded(verdict[1:])
-    gone = type(told) is dict  # there is no verdict: rank 0 has not told of all ranks
-    rows = [told, *[None] * (save.comm.world_size - 1)] if gone else told
-    check_rows("save", save.comm.ranks, rows, (save.comm.rank, error))
+    told = read_verdict(verdict, save.comm.world_size)
+    if isinstance(told, str):
+        return told
+    check_rows("save", save.comm.ranks, told, (save.comm.rank, error))
     raise AssertionError("some rank has failed")
 
 
@@ -144,7 +148,7 @@ def _heard(
     def take(rank: int, otherwise: Callable[[], Row] | None = None) -> None:
         word = mailbox.word(rank)
         if word is None and otherwise is not None:
-            word = _FAILED + emit(encode(otherwise()))
+            word = failed_word(otherwise())
             mailbox.bury(rank)
         if word is not None:
             words[rank] = word

@@ -112,7 +112,7 @@ class Builder:
                 if mapped is not None:
                     self._made[key] = mapped
                     continue
-            if stored.entry.nbytes >= MIB:
+            if not 0 < stored.entry.nbytes < MIB:
                 stored.entry.check()  # that there is so much, before it is allocated
             made = empty(stored.entry.shape, dtype, form.device, stored.attributes.get(ORDER))
             self._made[key] = made

@@ -26,7 +26,7 @@ from dsdformat.errors import MismatchError, NotACheckpointError, Problem, shorte
 from dsdformat.folders import PathLike
 from dsdformat.limits import MIB
 from dsdformat.reader import Checkpoint
-from dsdformat.signing import Key
+from dsdformat.signing import Keys
 from dsdformat.torch.builder import stored_dtype
 from dsdformat.torch.composites import type_name
 from dsdformat.torch.dcp_contents import Contents
@@ -56,7 +56,7 @@ class DsdStorageReader(StorageReader):
         *,
         verify: bool = True,
         digest: str | None = None,
-        pubkey: Key | None = None,
+        pubkey: Keys | None = None,
         threads: int | None = None,
         types: Iterable[type] = (),
         cast: bool = True,

@@ -18,7 +18,7 @@ from dsdformat.format.digests import digest as digest_of
 from dsdformat.reader import Checkpoint
 from dsdformat.renaming import renamed
 from dsdformat.selection import Rename
-from dsdformat.signing import Key
+from dsdformat.signing import Keys
 from dsdformat.torch.alike import KEY_NBYTES, find_alike
 from dsdformat.torch.background import settle
 from dsdformat.torch.builder import Builder, Form
@@ -61,7 +61,7 @@ def load(
     types: Iterable[type] = ...,
     verify: bool = ...,
     digest: str | None = ...,
-    pubkey: Key | None = ...,
+    pubkey: Keys | None = ...,
     threads: int | None = ...,
     unknown: Policy = ...,
 ) -> dict[str, Any]: ...
@@ -81,7 +81,7 @@ def load(
     types: Iterable[type] = ...,
     verify: bool = ...,
     digest: str | None = ...,
-    pubkey: Key | None = ...,
+    pubkey: Keys | None = ...,
     threads: int | None = ...,
     unknown: Policy = ...,
     group: Any = ...,
@@ -104,7 +104,7 @@ def load(  # noqa: PLR0913
     types: Iterable[type] = (),
     verify: bool = True,
     digest: str | None = None,
-    pubkey: Key | None = None,
+    pubkey: Keys | None = None,
     threads: int | None = None,
     unknown: Policy = "refuse",
     group: Any = None,
@@ -286,7 +286,7 @@ def load_model(  # noqa: PLR0913
     mmap: bool = False,
     verify: bool = True,
     digest: str | None = None,
-    pubkey: Key | None = None,
+    pubkey: Keys | None = None,
     threads: int | None = None,
 ) -> nn.Module:
     """Build the model that a checkpoint has a recipe of, and load it.

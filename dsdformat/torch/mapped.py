@@ -19,7 +19,7 @@ from dsdformat import folders
 from dsdformat.entries import TensorEntry
 from dsdformat.errors import ArgumentError, EntryNotFoundError, listed
 from dsdformat.folders import PathLike
-from dsdformat.signing import Key
+from dsdformat.signing import Keys
 from dsdformat.torch.background import settle
 from dsdformat.torch.flatten import FlattenParams, flat_form, without_views
 from dsdformat.torch.fqn import named_tensors
@@ -39,7 +39,7 @@ def map_parameters(
     strict: bool | Mapping[str, bool] = True,
     verify: bool = True,
     digest: str | None = None,
-    pubkey: Key | None = None,
+    pubkey: Keys | None = None,
     threads: int | None = None,
 ) -> LoadReport:
     """Make a module's parameters and buffers maps of a checkpoint.

@@ -32,6 +32,15 @@ def sample(name):
     return torch.cat([numbers.to(dtype), bits, ties, torch.tensor(edges, dtype=dtype)])
 
 
+def rounded(tensor, dtype):
+    """As torch rounds; older ones made NaN of what is too large for float8_e4m3fn."""
+    result = tensor.to(dtype)
+    if dtype == torch.float8_e4m3fn:
+        large = tensor.double().abs() > 448
+        result.view(torch.uint8)[large] = 0x7E + 0x80 * (tensor.double()[large] < 0).byte()
+    return result
+
+
 @pytest.mark.parametrize("old", FLOATS)
 def test_floats_are_rounded_as_torch_rounds_them(dsd, tmp_path, old):
     tensor = sample(old)
@@ -39,7 +48,7 @@ def test_floats_are_rounded_as_torch_rounds_them(dsd, tmp_path, old):
     for new in FLOATS:
         result = dsd("cast", tmp_path / "old", tmp_path / new, "--dtype", new, "--json")
         assert (result.code, len(result.json["cast"])) == (0, int(new != old))
-        found, expected = dsd_torch.load(tmp_path / new)["w"], tensor.to(getattr(torch, new))
+        found, expected = dsd_torch.load(tmp_path / new)["w"], rounded(tensor, getattr(torch, new))
         nan = torch.isnan(expected.double())
         assert torch.equal(torch.isnan(found.double()), nan)
         one, other = (tensor.double()[~nan] for tensor in (found, expected))

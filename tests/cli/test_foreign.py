@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import dsdformat.numpy
+from tests.convert.samples import NO_DIST
 
 
 def state():
@@ -128,7 +129,7 @@ def test_verify_compares_the_checksums_of_a_numpy_file(dsd, tmp_path, save):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_verify_compares_the_checksums_of_a_dcp_folder(dsd, tmp_path):
-    dcp.save({"w": torch.ones(100)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save({"w": torch.ones(100)}, checkpoint_id=tmp_path / "dcp", **NO_DIST)
     assert dsd("verify", tmp_path / "dcp").code == 0
     assert dsd("info", tmp_path / "dcp", "--json").json["elements"] == 100
 

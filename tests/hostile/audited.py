@@ -151,6 +151,8 @@ def use_torch(folder: Path) -> None:
     rest = dsd.load(path, {**state, "rng": None, "step": None})
     dsd.set_rng_state(rest["rng"])
     dsd.load(path, mmap=True)
+    root = dsd.save(path, state, overwrite=True, recipes={"model": recipe}, background=True).wait()
+    assert dsdformat.verify(path, digest=root).ok
     registry = {"linear": torch.nn.Linear}
     dsd.load_model(path, registry=registry)
     refused(lambda: dsd.load_model(path, registry={}))
@@ -158,8 +160,22 @@ def use_torch(folder: Path) -> None:
     refused(lambda: dsd.load(folder / "pickled"))
 
 
+def use_signed(folder: Path) -> None:
+    import dsdformat.torch as dsd
+
+    path, key = folder / "torch", bytes(range(32))
+    public = dsdformat.sign(path, key)
+    assert dsdformat.verify(path, pubkey=public).ok
+    dsd.load(path, pubkey=public)
+    refused(lambda: dsd.load(path, pubkey=bytes(32)))
+    signatures = path / "manifest.dsd.sig"
+    signatures.write_bytes((folder / "bomb.pickle").read_bytes())
+    refused(lambda: dsd.load(path, pubkey=public))
+    signatures.unlink()
+
+
 def use_convert(folder: Path) -> None:
-    from dsdformat.convert import find_kind, open_any, open_foreign
+    from dsdformat.convert import convert, find_kind, open_any, open_foreign
 
     for name in ("plain.pt", "old.pt", "plain.npz", "torch", "numpy/model.safetensors"):
         with (
@@ -168,6 +184,8 @@ def use_convert(folder: Path) -> None:
         ):
             writer.add(foreign.state())
         assert dsdformat.verify(folder / "converted").ok
+    for target in ("out.pt", "out.safetensors", "out.npz"):
+        convert(folder / "torch", folder / target, select="model", overwrite=True)
     for name in ("bomb.pt", "bomb.npz", "dcp", "bomb.zip", "bomb.pickle"):
         with contextlib.suppress(dsdformat.DsdError):
             find_kind(folder / name)
@@ -191,7 +209,7 @@ def use_command(folder: Path) -> None:
             assert main(arguments) == 0, arguments
 
 
-OPERATIONS = [use_core, use_numpy, use_torch, use_convert, use_command]
+OPERATIONS = [use_core, use_numpy, use_torch, use_signed, use_convert, use_command]
 
 PROOFS: dict[str, Callable[[Path], object]] = {
     "pickle": lambda folder: pickle.loads((folder / "bomb.pickle").read_bytes()),

@@ -6,6 +6,7 @@ allocates, its peak, while the checkpoint is opened, read and verified.
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import struct
@@ -142,6 +143,32 @@ def test_a_dtype_that_is_wider_than_the_data_is_refused():
         body["dtypes"] = ["float64"]
 
     assert attempt(build(one("float32", (9000,)), body=wider).files) == "bad_block_index"
+
+
+SHAPES = {
+    "large": ((3, 2), (2**33, 2), "bad_block_index"),
+    "past 63 bits": ((3, 2), (2**63 + 5, 2), "shape_overflow"),
+    "past 63 bits, without elements": ((0, 2), (0, 2**63 + 5), "shape_overflow"),
+}
+
+
+@pytest.mark.parametrize(("shape", "told", "code"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("runtime", ["numpy", "torch"])
+def test_a_shape_that_lies_is_refused_before_a_runtime_allocates(
+    tmp_path, shape, told, code, runtime
+):
+    """The box lies with it, so that they fit each other."""
+    module = importlib.import_module(f"dsdformat.{runtime}")
+
+    def larger(columns: dict[str, list[int]]) -> None:
+        columns["shapes"][:] = told
+        columns["boxes"][2:] = told
+
+    for label, data in build(one("float32", shape), columns=larger).files.items():
+        (tmp_path / label).write_bytes(data)
+    with pytest.raises(DsdError) as caught:
+        module.load(tmp_path)
+    assert caught.value.code == code
 
 
 # Bombs

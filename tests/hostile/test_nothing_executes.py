@@ -16,7 +16,9 @@ from tests.conftest import ROOT
 
 pytest.importorskip("torch", reason="what torch saves is among what is read")
 
-OPERATIONS = ["use_core", "use_numpy", "use_torch", "use_convert", "use_command"]
+OPERATIONS = [
+    *("use_core", "use_numpy", "use_torch", "use_signed", "use_convert", "use_command"),
+]
 PROOFS = {
     "pickle": "pickle.find_class",
     "torch": "pickle.find_class",

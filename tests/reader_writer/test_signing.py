@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("cryptography", reason="signatures need it")
+from cryptography.exceptions import InternalError
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
@@ -103,6 +105,17 @@ def test_several_sign_in_any_order_and_again_with_equal_bytes(path):
         assert dsdformat.verify(path, pubkey=key).ok
 
 
+def test_of_several_keys_each_must_have_signed(path):
+    dsdformat.sign(path, SEED)
+    dsdformat.open(path, pubkey=[PUBLIC]).close()
+    for keys in ([PUBLIC, OTHER], (OTHER, PUBLIC)):
+        assert code_of(path, keys) == "not_signed"
+    dsdformat.sign(path, OTHER_SEED)
+    dsdformat.open(path, pubkey=(OTHER, PUBLIC)).close()
+    with pytest.raises(ArgumentError, match="without keys"):
+        dsdformat.open(path, pubkey=[])
+
+
 def test_a_signature_is_not_unlisted_and_no_side_file_may_have_its_name(path):
     dsdformat.sign(path, SEED)
     assert dsdformat.verify(path).unlisted == ()
@@ -166,6 +179,25 @@ def test_what_is_no_private_key_is_refused(path, key):
 def test_what_is_no_public_key_is_refused(path, key):
     with pytest.raises(ArgumentError, match="public Ed25519 key"):
         dsdformat.open(path, pubkey=key)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_key_is_loaded_again_if_openssl_tells_of_another_one(path, monkeypatch, times):
+    """After a key that it refuses, the next one may be met with that one's error, once."""
+    dsdformat.sign(path, SEED)
+    load, told = serialization.load_pem_public_key, [InternalError("", [])] * times
+
+    def loading(data: bytes) -> Any:
+        if told:
+            raise told.pop()
+        return load(data)
+
+    monkeypatch.setattr(serialization, "load_pem_public_key", loading)
+    if times == 1:
+        dsdformat.open(path, pubkey=public_pem(KEY)).close()
+    else:
+        with pytest.raises(ArgumentError, match="public Ed25519 key"):
+            dsdformat.open(path, pubkey=public_pem(KEY))
 
 
 def test_a_key_that_is_no_key_at_all_or_not_there_is_an_error(path, tmp_path):
@@ -301,7 +333,15 @@ def test_the_command_signs_and_verifies(path, tmp_path, capsys):
     assert main(["sign", str(path), "--key", str(tmp_path / "key.pem")]) == 0
     assert f"pubkey  {PUBLIC}" in capsys.readouterr().out
     assert main(verify) == 0
+    assert "signed   with 1 key asked for" in capsys.readouterr().out
     assert main(["verify", str(path), "--pubkey", PUBLIC]) == 0
+    for keys in (
+        (PUBLIC, OTHER.hex()),
+        (OTHER.hex(), PUBLIC),
+    ):
+        options = [text for key in keys for text in ("--pubkey", key)]
+        assert main(["verify", str(path), *options]) == 1
+        assert f"no signature of the key {OTHER.hex()}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_key_is_refused_for_a_file_that_has_no_signatures(path, tmp_path, capsys):

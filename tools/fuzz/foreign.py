@@ -15,23 +15,24 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import struct
 import tempfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dsdformat.convert.dcp_metadata import read_metadata
-from dsdformat.convert.files import MemoryBytes
-from dsdformat.convert.foreign import AnyTensor, state_of, walk_tree
-from dsdformat.convert.kinds import open_foreign
+from dsdformat.convert.files import Bytes, Folder, MemoryBytes
+from dsdformat.convert.foreign import AnyTensor, Foreign, state_of, walk_tree
+from dsdformat.convert.kinds import Kind, open_folder, open_foreign
 from dsdformat.convert.npz import read_npz, verify_npz
+from dsdformat.convert.optimizer_naming import with_optimizers
 from dsdformat.convert.safetensors import SHARDING_KEY, read_safetensors, tied
-from dsdformat.convert.settling import settle
+from dsdformat.convert.settling import Settled, settle
 from dsdformat.convert.torch_stream import is_torch_stream, read_torch_stream
 from dsdformat.convert.torch_zip import read_torch_archive
 from dsdformat.errors import DsdError
@@ -40,30 +41,29 @@ from dsdformat.storage.memory import MemoryTarget
 from dsdformat.writer import Writer
 from fuzz.archives import mutated_archive
 from fuzz.bytewise import NUMBERS, mutated
+from fuzz.formats import Codes, Format
 from fuzz.pickles import mutated_pickle
 from fuzz.rules import BrokenRuleError
 
-__all__ = ["FORMATS", "SCRATCH", "Format", "check_library", "scratch_parent"]
+__all__ = [
+    "FORMATS",
+    "SCRATCH",
+    "check_library",
+    "dcp_seeds",
+    "index_seeds",
+    "mutated_json",
+    "npz_seeds",
+    "safetensors_seeds",
+    "scratch",
+    "scratch_parent",
+    "use_settled",
+    "zip_seeds",
+]
 
 SCRATCH = "DSD_FUZZ_SCRATCH"
 
 _READ_NBYTES_MAX = MIB
 _WRITTEN_ONE_OF = 8  # inputs that are accepted, of which one is converted to a checkpoint of ours
-
-Change = Callable[[bytes, random.Random, Sequence[bytes]], bytes]
-Codes = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A foreign format; see `targets.Target`."""
-
-    name: str
-    what: str
-    read: Callable[[bytes], Codes]
-    seeds: Callable[[], list[bytes]]
-    mutate: Change
-    smoke: int
 
 
 # Reading
@@ -74,12 +74,22 @@ def use(tree: Any, data: bytes) -> Codes:
     for policy in ("record", "drop", "refuse"):
         settled = settle(tree, policy, "fuzz")  # type: ignore[arg-type]
         if policy != "drop":
-            _use_settled(settled.tree, data)
+            use_settled(settled.tree, data)
+            _use_optimizers(settled)
     _open_file(data)
     return ()
 
 
-def _use_settled(tree: Any, data: bytes) -> None:
+def _use_optimizers(settled: Settled) -> None:
+    """Find optimizers in a tree, and give them each form."""
+    for form in ("named", "listed", "numbered"):
+        opened = Foreign(Kind.TORCH_ZIP, "fuzz", settled)
+        with contextlib.suppress(DsdError):
+            with_optimizers(opened, form, source=opened)  # type: ignore[arg-type]
+
+
+def use_settled(tree: Any, data: bytes) -> None:
+    """Read the tensors of a tree, if they are small, and convert some of such trees."""
     tensors = [leaf for _, leaf in walk_tree(tree) if isinstance(leaf, AnyTensor)]
     for tensor in tensors:
         if tensor.nbytes <= _READ_NBYTES_MAX:
@@ -96,7 +106,7 @@ def read_safetensors_file(data: bytes) -> Codes:
     """A safetensors file: its header and its tensors; one that holds chunks, as a folder too."""
     tree, metadata = read_safetensors(MemoryBytes(data))
     if SHARDING_KEY in metadata:
-        folder = _scratch() / "shards"
+        folder = scratch() / "shards"
         (folder / "shard-1.safetensors").write_bytes(data)
         with contextlib.suppress(DsdError):
             _read_path(folder, data)
@@ -119,7 +129,7 @@ def check_library(data: bytes) -> None:
 def _open_file(data: bytes) -> None:
     """Open a file from disk as what it is found to be; of what is accepted, some."""
     if zlib.crc32(data) % _WRITTEN_ONE_OF == 1:
-        path = _scratch() / "single" / "file"
+        path = scratch() / "single" / "file"
         path.write_bytes(data)
         with contextlib.suppress(DsdError), open_foreign(path, unknown="record") as opened:
             opened.side_files()
@@ -153,27 +163,55 @@ def read_arrays(data: bytes) -> Codes:
 def read_dcp(data: bytes) -> Codes:
     """The metadata of a DCP folder; where they are accepted, the folder with them."""
     read_metadata(MemoryBytes(data))
-    folder = _dcp_folder()
-    (folder / ".metadata").write_bytes(data)
-    return _read_path(folder, data)
+    return _read_folder(Kind.DCP, _dcp_folder(), ".metadata", data)
 
 
 def read_index_file(data: bytes) -> Codes:
     """The index of a folder of safetensors files, with its files."""
-    folder = _model_folder()
-    (folder / "model.safetensors.index.json").write_bytes(data)
-    return _read_path(folder, data)
+    name = "model.safetensors.index.json"
+    return _read_folder(Kind.SAFETENSORS_FOLDER, _model_folder(), name, data)
+
+
+def _read_folder(kind: Kind, folder: Path, name: str, data: bytes) -> Codes:
+    """A folder in which one file is replaced: in memory, and of some, on the disk."""
+    if zlib.crc32(data) % _WRITTEN_ONE_OF == 2:
+        (folder / name).write_bytes(data)
+        return _read_path(folder, data)
+    files = {**_contents(folder), name: data}
+    opened = open_folder(kind, _MemoryFolder(files), "record")
+    use_settled(opened.tree, data)
+    return ()
+
+
+@functools.cache
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class _MemoryFolder(Folder):
+    """A folder whose files are in memory; of others it says what a folder that is gone says."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__("/nowhere")
+        self._files = files
+
+    def names(self) -> list[str]:
+        return sorted(self._files)
+
+    def file(self, name: str) -> Bytes:
+        data = self._files.get(name)
+        return super().file(name) if data is None else MemoryBytes(data, name)
 
 
 def _read_path(folder: Path, data: bytes) -> Codes:
     with open_foreign(folder, unknown="record") as opened:
-        _use_settled(opened.tree, data)
+        use_settled(opened.tree, data)
         opened.side_files()
     return ()
 
 
 @functools.cache
-def _scratch() -> Path:
+def scratch() -> Path:
     """A folder of this process, in memory where the system has such."""
     place = Path(tempfile.mkdtemp(prefix="dsd-fuzz-", dir=scratch_parent()))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
@@ -185,14 +223,14 @@ def _scratch() -> Path:
 @functools.cache
 def _dcp_folder() -> Path:
     """A DCP folder, whose metadata an input replaces."""
-    _save_dcp(_scratch() / "dcp")
-    return _scratch() / "dcp"
+    _save_dcp(scratch() / "dcp")
+    return scratch() / "dcp"
 
 
 @functools.cache
 def _model_folder() -> Path:
     """A model's folder, whose index an input replaces."""
-    place = _scratch() / "model"
+    place = scratch() / "model"
     place.mkdir()
     for number in (1, 2):
         tensors = {f"layer.{number}.weight": ("F32", (2, 3)), f"b{number}": ("I8", (5,))}
@@ -323,13 +361,23 @@ def dcp_seeds() -> list[bytes]:
     """Metadata of DCP folders; the first are those of the folder that is read."""
     import torch
 
-    found = [(_dcp_folder() / ".metadata").read_bytes()]
+    found = [_without_names((_dcp_folder() / ".metadata").read_bytes())]
     more = {"a": {"b": torch.zeros(2, 2, dtype=torch.bfloat16)}, "c": [1, "x", None]}
     for state in (more, {"x": torch.ones(())}):
         with tempfile.TemporaryDirectory() as folder:
             _save_dcp(Path(folder) / "dcp", state)
-            found.append((Path(folder) / "dcp" / ".metadata").read_bytes())
+            found.append(_without_names((Path(folder) / "dcp" / ".metadata").read_bytes()))
     return found
+
+
+def _without_names(metadata: bytes) -> bytes:
+    """Metadata without the names that torch and the system made up: they differ each time."""
+    return _MADE_UP.sub(lambda found: b"0" * len(found[0]), metadata)
+
+
+_MADE_UP = re.compile(
+    rb"dsd-fuzz-[a-z0-9_]{8}|tmp[a-z0-9_]{8}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+)
 
 
 def npz_seeds() -> list[bytes]:

@@ -61,7 +61,7 @@ def main() -> None:
 
     name, folder, report, corpus, *options = sys.argv[1:]
     with atheris.instrument_imports(include=["dsdformat"], enable_loader_override=False):
-        from fuzz.engine import attempt, limits
+        from fuzz.engine import RENEW, attempt, limits
         from fuzz.targets import choose_targets
 
         (target,) = choose_targets([name])
@@ -75,6 +75,8 @@ def main() -> None:
 
     def one(data: bytes) -> None:
         nonlocal fed
+        if fed % RENEW == 0:
+            renew()
         outcome = attempt(target, data)
         fed += 1
         if outcome.finding is not None and outcome.finding.kind not in kinds:
@@ -89,6 +91,6 @@ def main() -> None:
             return bytes(atheris.Mutate(data, most))
         return target.mutate(bytes(data), rng, seeds)[:most]
 
-    with limits():
+    with limits() as renew:
         atheris.Setup([sys.argv[0], corpus, *options], one, custom_mutator=change)
         atheris.Fuzz()

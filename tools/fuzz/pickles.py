@@ -80,11 +80,58 @@ def mutated_pickle(data: bytes, rng: random.Random, others: Sequence[bytes] = ()
     if rng.random() < 0.15:
         return mutated(data, rng, others)
     ops = list(split_pickle(data))
+    change = _change if rng.random() < 0.4 else _change_value
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         if not ops:
             break
-        _change(ops, int(rng.random() * len(ops)), rng, others)
+        change(ops, int(rng.random() * len(ops)), rng, others)
     return b"".join(ops)
+
+
+def _change_value(
+    ops: list[bytes], at: int, rng: random.Random, others: Sequence[bytes] = ()
+) -> None:
+    """Put one value in the place of another: what is on the stack stays as many."""
+    places = [place for place in range(at, len(ops)) if _is_value(ops[place])]
+    if not places:
+        _change(ops, at, rng, others)
+        return
+    at, kind = places[0], rng.random()
+    if kind < 0.3 and (ops[at][0] in _PREFIX or ops[at][0] in _FIXED):
+        ops[at] = _argued(ops[at], rng)
+    elif kind < 0.5 and ops[at][:1] == b"c":
+        ops[at] = rng.choice(_names())
+    elif kind < 0.6 and others:
+        ops[at] = rng.choice(
+            [op for op in split_pickle(rng.choice(others)) if _is_value(op)] or [b"N"]
+        )
+    elif kind < 0.75:
+        ops[at] = rng.choice([op for op in ops if _is_value(op)])
+    elif kind < 0.8:
+        ops[at] = _call(ops, rng)
+    else:
+        ops[at] = rng.choice(_VALUES)
+
+
+_VALUES = (
+    *(b"N", b"\x88", b"\x89", b")", b"]", b"}", b"\x8f", b"K\0", b"K\1", b"K\2", b"M\xff\xff"),
+    *(b"J" + struct.pack("<i", number) for number in (-1, -2, 2**31 - 1, -(2**31))),
+    *(b"\x8a" + bytes([9]) + number.to_bytes(9, "little") for number in (2**31, 2**63, 2**64)),
+    *(b"G" + struct.pack(">d", number) for number in (0.0, -1.0, 1e300, float("nan"))),
+    *(b"X" + struct.pack("<I", len(t)) + t for t in (b"", b"a", b"0", b"cpu", b"..", b"a/b")),
+    *(b"K\1\x85", b"K\2K\3\x86", b"K\0K\0\x86", b"NN\x86", b"]K\1a", b"}K\1K\2s", b"C\1\0"),
+)
+_PUSHES = frozenset(b"NKMJGXUTBC\x88\x89\x8a\x8c)]}hjIFLSVc")
+
+
+def _is_value(op: bytes) -> bool:
+    """Whether an opcode puts one value on the stack, and does nothing else."""
+    return op[:1] != b"" and op[0] in _PUSHES
+
+
+@functools.cache
+def _names() -> list[bytes]:
+    return [word for word in _words() if word[:1] == b"c"]
 
 
 def _change(ops: list[bytes], at: int, rng: random.Random, others: Sequence[bytes]) -> None:
@@ -112,10 +159,9 @@ def _change(ops: list[bytes], at: int, rng: random.Random, others: Sequence[byte
 
 def _call(ops: list[bytes], rng: random.Random) -> bytes:
     """A call of a known name with any arguments, as one piece."""
-    names = [word for word in _words() if word[:1] == b"c"]
     literals = [op for op in ops if op[0] in _PREFIX or op[0] in b"KMJGN\x88\x89)"]
     args = b"".join(rng.choice(literals or [b"N"]) for _ in range(rng.randrange(6)))
-    return rng.choice(names) + b"(" + args + b"t" + rng.choice((b"R", b"R", b"\x81"))
+    return rng.choice(_names()) + b"(" + args + b"t" + rng.choice((b"R", b"R", b"\x81"))
 
 
 def _argued(op: bytes, rng: random.Random) -> bytes:

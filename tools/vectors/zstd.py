@@ -131,10 +131,8 @@ def blocks(data: bytes) -> bytes:
 
 
 def _run_end(data: bytes, at: int) -> int:
-    end = at
-    while end < len(data) and end - at < BLOCK_MAX and data[end] == data[at]:
-        end += 1
-    return end
+    run = data[at : at + BLOCK_MAX]
+    return at + len(run) - len(run.lstrip(run[:1]))
 
 
 def hand_frame(data: bytes) -> bytes:
