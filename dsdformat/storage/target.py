@@ -49,6 +49,7 @@ class _Staged:
         self._path = Path(os.path.realpath(path))
         self._overwrite = overwrite
         self._guard = guard
+        self.past_cache = False
         self._published = False
         with storage_errors(self._path):
             _make_folders(self._path.parent)
@@ -64,7 +65,7 @@ class _Staged:
 
     def create(self, label: str) -> FileSink:
         """Begin a new file in the folder."""
-        return FileSink(self.staging / label)
+        return FileSink(self.staging / label, past_cache=self.past_cache)
 
     def abort(self) -> None:
         """Remove what was written; do nothing once it is visible."""
@@ -183,6 +184,7 @@ class JoinedTarget:
                 "or this rank sees other storage"
             )
         self._staging = staging
+        self.past_cache = False
 
     @property
     def name(self) -> str:
@@ -191,11 +193,11 @@ class JoinedTarget:
 
     def create(self, label: str) -> FileSink:
         """Begin a new file in the folder."""
-        return FileSink(self._staging / label)
+        return FileSink(self._staging / label, past_cache=self.past_cache)
 
     def join(self, label: str) -> FileSink:
         """Write into a file that the coordinator has begun."""
-        return FileSink(self._staging / label, new=False)
+        return FileSink(self._staging / label, new=False, past_cache=self.past_cache)
 
     def commit(self) -> None:
         """Do nothing: the coordinator commits."""
