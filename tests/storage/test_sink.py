@@ -161,6 +161,29 @@ def test_a_mount_that_refuses_it_is_written_as_ever(
     assert (tmp_path / "a").read_bytes() == bytes(page_view(MIB, 0)) * 2
 
 
+def test_what_was_written_past_the_page_cache_is_flushed_with_the_rest(
+    tmp_path: Path, direct: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, flush, calls = os.pwritev, os.fsync, list[tuple[str, int]]()
+
+    def writing(fd: int, *args: object) -> int:
+        calls.append(("write", os.fstat(fd).st_ino))
+        return write(fd, *args)  # type: ignore[arg-type]
+
+    def flushing(fd: int) -> None:
+        calls.append(("flush", os.fstat(fd).st_ino))
+        flush(fd)
+
+    monkeypatch.setattr(os, "pwritev", writing)
+    monkeypatch.setattr(os, "fsync", flushing)
+    with contextlib.closing(FileSink(tmp_path / "a", past_cache=True)) as file:
+        file.write_at(1, [page_view(PIECE, 1)])
+    number = (tmp_path / "a").stat().st_ino
+    assert len(direct) == 1
+    assert len(calls) >= 3
+    assert calls == [("write", number)] * (len(calls) - 1) + [("flush", number)]
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_disk_that_fails_past_the_page_cache_is_told_of(
     tmp_path: Path, direct: list[tuple[int, int]], code: int, monkeypatch: pytest.MonkeyPatch
