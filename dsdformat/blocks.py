@@ -27,7 +27,7 @@ from dsdformat.workers import Workers
 
 __all__ = ["BATCH_NBYTES", "SMALL_NBYTES", "BlockReader"]
 
-_PIECE = 512 * KIB  # read, then hashed while it is in the cache
+_PIECE = 1024 * KIB  # read, then hashed while it is in the cache; smaller ones cost more calls
 _PARALLEL_MIN = 1024 * KIB
 _BATCH_MAX = BATCH_NBYTES + SMALL_NBYTES  # how long small blocks are that are read together
 

@@ -58,7 +58,7 @@ class ChunkJob:
         data: Where the bytes come from.
         key: The payload key, once planned.
         file: The file, once counted; an index into this writer's files.
-        byte_offset, stored_nbytes: Where it lies, once written.
+        byte_offset, stored_nbytes: Where it lies: of a raw chunk once planned, else once written.
         digests: 32 bytes per block, once written.
         frames: Stored lengths of blocks; empty for raw chunks.
         frame_digests: 32 bytes per frame.
@@ -172,8 +172,18 @@ def plan_files(
                 raise _too_long(plan, header_max)
             if all(job.codec == RAW for job in piece):
                 plan.header = text
+            _place_raw(plan)
             plans.append(plan)
     return plans
+
+
+def _place_raw(plan: FilePlan) -> None:
+    """Say where raw chunks lie: one after another, those that are compressed behind them."""
+    at = plan.header_nbytes
+    for job in plan.jobs:
+        if job.codec == RAW:
+            job.byte_offset, job.stored_nbytes = at, job.nbytes
+            at += job.nbytes
 
 
 def write_files(
@@ -218,11 +228,7 @@ def write_chunks(
 
     Memory: as `write_files`.
     """
-    at = plan.header_nbytes
-    for job in plan.jobs:
-        if job.codec == RAW:
-            job.byte_offset, job.stored_nbytes = at, job.nbytes
-            at += job.nbytes
+    at = plan.header_nbytes + sum(job.nbytes for job in plan.jobs if job.codec == RAW)
     workers.run(_raw_tasks([job for job in share if job.codec == RAW], sink, block_nbytes))
     _write_compressed([job for job in share if job.codec != RAW], at, sink, block_nbytes, workers)
 

@@ -142,6 +142,13 @@ class PartWriter:
         self._state, self._adapt = {}, None
         return [job for plan in self._plans for job in plan.jobs]
 
+    def spare_cache(self) -> None:
+        """Write large pieces past the page cache, where that is known to be done well.
+
+        It takes less of the processors, and longer if nothing else is to be done.
+        """
+        self._target.past_cache = True
+
     @property
     def planned_nbytes(self) -> int:
         """How many bytes of chunks are planned, before they are compressed."""

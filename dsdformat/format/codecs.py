@@ -22,7 +22,7 @@ RAW, ZSTD, PLANES = 0, 1, 2
 CODECS: dict[int, str] = {RAW: "raw", ZSTD: "zstd", PLANES: "planes+zstd"}
 
 LEVEL = 1
-_SAVING = 0.05  # R-12.3
+_SAVING = 0.01  # R-12.3
 _FRAME_BLOCK_MAX = 128 * 1024  # of a zstd frame (RFC 8878, 3.1.1.2.4)
 _FRAME_RAW, _FRAME_REPEATED = 0, 1
 _local = threading.local()
@@ -88,7 +88,7 @@ def decode_block(
 
 
 def compress_piece(data: Buffer) -> bytes:
-    """Return a zstd frame of the data, or the data where that saves less than 5 %."""
+    """Return a zstd frame of the data, or the data where that saves less than 1 %."""
     return bytes(_shorter(_compressor(), data))
 
 

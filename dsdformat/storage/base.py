@@ -69,7 +69,14 @@ def completed(sink: Sink) -> Iterator[Sink]:
 
 
 class Target(Protocol):
-    """A place where a checkpoint is made, invisible under its name until `commit`."""
+    """A place where a checkpoint is made, invisible under its name until `commit`.
+
+    Attributes:
+        past_cache: Whether large pieces of files that are begun are written past the page cache,
+            if there is one, and where that is known to be done well.
+    """
+
+    past_cache: bool
 
     @property
     def name(self) -> str:

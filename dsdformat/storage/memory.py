@@ -59,6 +59,7 @@ class MemoryTarget:
         if files and not overwrite:
             raise StorageError("memory is not empty", code="already_exists")
         self.files = files
+        self.past_cache = False  # there is none
         self._staged: dict[str, bytearray] = {}
 
     @property

@@ -34,6 +34,7 @@ class _Staged:
         self._path = Path(os.path.realpath(path))
         self._overwrite = overwrite
         self._guard = guard
+        self.past_cache = False
         self._published = False
         with storage_errors(self._path):
             make_folders(self._path.parent)
@@ -49,7 +50,7 @@ class _Staged:
 
     def create(self, label: str) -> FileSink:
         """Begin a new file in the folder."""
-        return FileSink(self.staging / label)
+        return FileSink(self.staging / label, past_cache=self.past_cache)
 
     def abort(self) -> None:
         """Remove what was written; do nothing once it is visible."""
@@ -168,6 +169,7 @@ class JoinedTarget:
                 "or this rank sees other storage"
             )
         self._staging = staging
+        self.past_cache = False
 
     @property
     def name(self) -> str:
@@ -176,11 +178,11 @@ class JoinedTarget:
 
     def create(self, label: str) -> FileSink:
         """Begin a new file in the folder."""
-        return FileSink(self._staging / label)
+        return FileSink(self._staging / label, past_cache=self.past_cache)
 
     def join(self, label: str) -> FileSink:
         """Write into a file that the coordinator has begun."""
-        return FileSink(self._staging / label, new=False)
+        return FileSink(self._staging / label, new=False, past_cache=self.past_cache)
 
     def commit(self) -> None:
         """Do nothing: the coordinator commits."""

@@ -4,6 +4,10 @@ A process has one background save in flight at most; every later save waits for 
 load of the same path. What it reads is a copy in host memory, so nothing that is done to the state
 after the call reaches the checkpoint. Its thread takes part in no collective.
 
+Where all cores are busy, training pays for what the thread takes of them. So it writes past the
+page cache, which saves half of its work, and at a lower priority: otherwise two threads of torch,
+which wait for each other many times in a step, may share one core, each for milliseconds in turn.
+
 An error is raised by `SaveHandle.wait`. If nobody waits, the next save raises it in place of
 saving; if there is none, it is told on stderr when the interpreter ends, whose exit status stays
 as it is. The interpreter waits for what is in flight; Ctrl-C there ends it, and leaves nothing.
@@ -22,7 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from dsdformat.errors import ArgumentError, DsdError, TimeLimitError
+from dsdformat.errors import ArgumentError, DsdError, TimeLimitError, shorten
 from dsdformat.folders import PathLike
 from dsdformat.garbage import paused_gc
 from dsdformat.torch.apart import Limit, write_apart
@@ -42,6 +46,7 @@ __all__ = [
 
 _LAST_RESORT = 1.5  # times the limit: when a thread is given up that itself keeps to the limit
 _CANCEL_S = 10.0
+_NICE_MAX = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +56,22 @@ class Background:
     Attributes:
         limit: How long the whole save may take. Ranks of which nothing was heard by then have
             failed. On one machine, the death of a rank is seen at once.
+        nice: How much lower the priority of the threads that write is, from 0 to 19. It matters
+            where training keeps all cores busy: at 5 they get a quarter of one then, at 10 a tenth,
+            so the save takes longer, and training is slowed down less. Linux only.
     """
 
     limit: timedelta = timedelta(minutes=30)
+    nice: int = 5
 
     def __post_init__(self) -> None:
         if not isinstance(self.limit, timedelta) or self.limit <= timedelta(0):
             raise ArgumentError(
                 f"limit is {self.limit!r}, expected a timedelta above 0", code="bad_argument"
+            )
+        if type(self.nice) is not int or not 0 <= self.nice <= _NICE_MAX:
+            raise ArgumentError(
+                f"nice is {shorten(self.nice)}, expected 0 to {_NICE_MAX}", code="bad_argument"
             )
 
 
@@ -69,11 +82,12 @@ class SaveHandle:
         path: The checkpoint's folder, as it was given.
     """
 
-    def __init__(self, path: PathLike, seconds: float) -> None:
+    def __init__(self, path: PathLike, options: Background) -> None:
         """Be made by `save`."""
         self.path = path
-        self._seconds = seconds
-        self._limit = Limit(seconds)
+        self._seconds = options.limit.total_seconds()
+        self._nice = options.nice
+        self._limit = Limit(self._seconds)
         self._process = os.getpid()
         self._events: list[Any] = []
         self._writer: PartWriter | None = None
@@ -159,6 +173,7 @@ class SaveHandle:
             self._events = stage(writer.plan(), _state.buffer, workers)
         finally:
             workers.close()
+        writer.spare_cache()
         self._writer = writer
         # A daemon: `_at_exit` decides how long it is waited for.
         threading.Thread(target=self._run, name="dsdformat-save", daemon=True).start()
@@ -171,6 +186,7 @@ class SaveHandle:
     # In the thread
 
     def _run(self) -> None:
+        lower_priority(self._nice)
         self._planned.wait()
         try:
             if self._save is not None:
@@ -228,7 +244,7 @@ def begin(
     Memory: the bytes that this rank writes, in a buffer that is kept.
     """
     with _state.turn:
-        handle = SaveHandle(path, options.limit.total_seconds())
+        handle = SaveHandle(path, options)
         save: Unfinished | None = None
         try:
             with paused_gc():
@@ -237,6 +253,15 @@ def begin(
             handle._go(save)
         _state.last = handle
         return handle
+
+
+def lower_priority(nice: int) -> None:
+    """Let this thread, and those that it will start, give way to others, where the system can."""
+    if nice and sys.platform == "linux":  # elsewhere this would be the whole process
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            now = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, min(_NICE_MAX, now + nice))
 
 
 def spare_threads() -> int:

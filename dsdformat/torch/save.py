@@ -96,9 +96,9 @@ def save(
             None, of each tensor that is not spread over ranks a few hundred elements are compared,
             but of buffers of modules the first rank's are stored. False for nothing of either.
         background: Whether to return when the state is copied, and write while training goes on.
-            All that can be refused is refused in the call. `Background(limit=…)` says how long it
-            may take. A save waits for the one in flight, and raises the error that nobody asked
-            for.
+            All that can be refused is refused in the call. `Background(limit=…, nice=…)` says how
+            long it may take, and how much it gives way to training. A save waits for the one in
+            flight, and raises the error that nobody asked for.
 
     Returns:
         The root digest; a handle that gives it if the save goes on in the background.

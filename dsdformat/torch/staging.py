@@ -1,22 +1,25 @@
 """Copy what a planned save will write into host memory that is kept from save to save.
 
 One large buffer takes all chunks of a rank, each at a place of its own. Its pages are touched once:
-memory that is new takes four times as long to fill. Where CUDA is in use the buffer is pinned, and
-what lies on a device is copied by a stream of its own, behind what the current stream has to do;
-the current stream then waits for the copy before it goes on, so that nothing that is queued on it
-later changes what is saved.
+memory that is new takes four times as long to fill. A chunk lies in its pages as it does in those
+of its file, so that whole pages can be written from there past the page cache.
+
+Where CUDA is in use the buffer is pinned, and what lies on a device is copied by a stream of its
+own, behind what the current stream has to do; the current stream then waits for the copy before it
+goes on, so that nothing that is queued on it later changes what is saved.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
+from mmap import PAGESIZE
 from typing import Any
 
 import numpy as np
 import torch
 
 from dsdformat.datafiles import ChunkJob
+from dsdformat.format.codecs import RAW
 from dsdformat.limits import KIB, MIB
 from dsdformat.sources import copy_into
 from dsdformat.torch.buffers import Slabs, as_bits, tensor_over
@@ -24,7 +27,7 @@ from dsdformat.workers import Task, Workers
 
 __all__ = ["HostBuffer", "stage"]
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # of what is compressed, whose place in the file is not known
 _TASK_NBYTES = 8 * MIB
 _LARGE_NBYTES = 64 * KIB  # from here on it pays to let other threads of Python go on
 
@@ -39,10 +42,10 @@ class HostBuffer:
     @property
     def nbytes(self) -> int:
         """How much there is."""
-        return 0 if self._memory is None else self._memory.numel()
+        return 0 if self._memory is None else self._memory.numel() - PAGESIZE
 
     def room(self, nbytes: int, *, pinned: bool = False) -> memoryview:
-        """Return memory of this length; what it held is lost.
+        """Return memory of this length, from the beginning of a page; what it held is lost.
 
         Memory that has to grow grows by a quarter at least, so that a state which grows by a little
         each time does not take new memory each time.
@@ -57,11 +60,12 @@ class HostBuffer:
             most = max(nbytes, self.nbytes * 5 // 4 if short else self.nbytes)
             self.free()
             try:
-                self._memory = torch.empty(most, dtype=torch.uint8, device="cpu")
+                self._memory = torch.empty(most + PAGESIZE, dtype=torch.uint8, device="cpu")
             except RuntimeError as error:
                 raise MemoryError(f"a copy of the state takes {nbytes} bytes: {error}") from error
             self._for_devices, self._pinned = pinned, pinned and _pin(self._memory)
-        array: Any = self._memory[:nbytes].numpy()
+        first = -self._memory.data_ptr() % PAGESIZE
+        array: Any = self._memory[first : first + nbytes].numpy()
         return memoryview(array)
 
     def free(self) -> None:
@@ -103,8 +107,14 @@ def stage(jobs: Sequence[ChunkJob], buffer: HostBuffer, workers: Workers) -> lis
 
 def _places(jobs: Sequence[ChunkJob]) -> list[int]:
     """Return where each chunk begins in the buffer, and the end."""
-    sizes = (-(-job.nbytes // _ALIGNMENT) * _ALIGNMENT for job in jobs)
-    return [0, *itertools.accumulate(sizes)]
+    places, end = [], 0
+    for job in jobs:
+        # Chunks of a file follow each other here too, so only its first leaves a gap.
+        raw = job.codec == RAW
+        end += (job.byte_offset - end) % PAGESIZE if raw else -end % _ALIGNMENT
+        places.append(end)
+        end += job.nbytes
+    return [*places, end]
 
 
 def _tasks(pairs: Sequence[tuple[ChunkJob, memoryview]]) -> Iterator[Task]:

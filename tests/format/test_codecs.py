@@ -1,4 +1,4 @@
-"""Codecs of one block: round trips, the planes written out, the 5 % rule, hostile pieces."""
+"""Codecs of one block: round trips, the planes written out, the 1 % rule, hostile pieces."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_planes_of_complex_numbers_are_those_of_their_real_numbers():
     assert stored == lengths + bytes.fromhex("0001 7880")
 
 
-# The 5 % rule (spec R-12.3)
+# The 1 % rule (spec R-12.3)
 
 
 def piece_that_compresses_to(share: float) -> bytes:
@@ -115,22 +115,24 @@ def piece_that_compresses_to(share: float) -> bytes:
     return random.Random(1).randbytes(noisy) + bytes(10_000 - noisy)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.9, 0.94, 0.945, 0.947, 0.949, 0.95, 0.952, 0.96, 0.999])
-def test_a_piece_is_compressed_only_if_that_saves_five_percent(share):
+@pytest.mark.parametrize(
+    "share", [0.5, 0.9, 0.95, 0.97, 0.98, 0.985, 0.987, 0.989, 0.99, 0.992, 0.999]
+)
+def test_a_piece_is_compressed_only_if_that_saves_one_percent(share):
     data = piece_that_compresses_to(share)
     frame = zstandard.ZstdCompressor(level=codecs.LEVEL).compress(data)
     stored = compress_piece(data)
-    assert stored == (frame if len(frame) * 100 <= len(data) * 95 else data)
+    assert stored == (frame if len(frame) * 100 <= len(data) * 99 else data)
 
 
-@pytest.mark.parametrize("nbytes", [20 * number for number in range(1, 400, 7)])
-def test_exactly_five_percent_are_enough(monkeypatch, nbytes):
+@pytest.mark.parametrize("nbytes", [100 * number for number in range(1, 400, 7)])
+def test_exactly_one_percent_is_enough(monkeypatch, nbytes):
     class Saving:
         def compress(self, data: bytes) -> bytes:
-            return data[: len(data) * 95 // 100]
+            return data[: len(data) * 99 // 100]
 
     monkeypatch.setattr(codecs, "_compressor", Saving)
-    assert len(compress_piece(bytes(nbytes))) == nbytes * 95 // 100
+    assert len(compress_piece(bytes(nbytes))) == nbytes * 99 // 100
 
 
 def test_a_plane_that_does_not_get_shorter_is_stored_raw_beside_others_that_do():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import os
 import signal
 import stat
@@ -29,6 +30,8 @@ from torch import nn  # noqa: E402
 import dsdformat  # noqa: E402
 import dsdformat.torch as dsd  # noqa: E402
 from dsdformat import ArgumentError, StorageError, TimeLimitError  # noqa: E402
+from dsdformat.storage import sink  # noqa: E402
+from dsdformat.storage.direct import DirectFile  # noqa: E402
 from dsdformat.storage.target import FileSink  # noqa: E402
 from dsdformat.torch import background  # noqa: E402
 
@@ -135,6 +138,63 @@ def test_tensors_of_every_size_and_place_are_staged(tmp_path):
     assert handle.wait() == dsd.save(tmp_path / "b", state)
 
 
+def test_what_is_staged_lies_in_its_pages_as_in_its_file_and_is_written_past_the_page_cache(
+    tmp_path, monkeypatch
+):
+    if not hasattr(os, "O_DIRECT"):
+        pytest.skip("this system has no O_DIRECT")
+    done: list[int] = []
+    write = DirectFile.write
+
+    def noting(self: DirectFile, byte_offset: int, piece: memoryview) -> range:
+        pages = write(self, byte_offset, piece)
+        done.append(len(pages))
+        return pages
+
+    monkeypatch.setattr(sink, "takes_direct", lambda _: True)
+    monkeypatch.setattr(DirectFile, "write", noting)
+    state = {
+        name: torch.rand((3 << 18) + more) for name, more in zip("abc", [0, 1, 7], strict=True)
+    }
+    both = {"model": state, "other": {name: one.clone() for name, one in state.items()}}
+    both["other"]["small"] = torch.ones(3)
+    handle = dsd.save(tmp_path / "a", both, background=True)
+    root = handle.wait()
+    assert len(done) == 6
+    if any(done):  # or the file system does not take it so
+        assert min(done) >= (3 << 20) - 2 * mmap.PAGESIZE
+    assert dsdformat.verify(tmp_path / "a", digest=root).ok
+    assert root == dsd.save(tmp_path / "b", both)
+
+
+def test_the_thread_that_writes_gives_way_to_training(tmp_path, monkeypatch):
+    if sys.platform != "linux":
+        pytest.skip("elsewhere threads have no priority of their own")
+    found: list[tuple[int, int]] = []
+    fsync = os.fsync
+
+    def noting(fd: int) -> None:
+        thread = threading.get_native_id()
+        found.append((thread, os.getpriority(os.PRIO_PROCESS, thread)))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    for nice, expected in [(None, 5), (0, 0), (19, 19)]:
+        found.clear()
+        how = True if nice is None else dsd.Background(nice=nice)
+        dsd.save(tmp_path / "a", {"a": torch.ones(3)}, background=how, overwrite=True).wait()
+        others = {one for thread, one in found if thread != threading.get_native_id()}
+        assert others == {min(19, mine + expected)}
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
+
+
+@pytest.mark.parametrize("nice", [-1, 20, 1.0, True, None])
+def test_a_priority_that_is_none_is_refused(nice):
+    with pytest.raises(ArgumentError, match="expected 0 to 19"):
+        dsd.Background(nice=nice)
+
+
 def test_training_may_go_on_and_change_its_structure(tmp_path, gate):
     state, twin = training(), training()
     handle = dsd.save(tmp_path / "a", state, background=True)
@@ -202,9 +262,9 @@ def test_the_call_makes_no_files_and_all_of_them_are_few(tmp_path, monkeypatch, 
     made: list[tuple[str, bool]] = []
     kept = FileSink.__init__
 
-    def noting(self: FileSink, path: Path) -> None:
+    def noting(self: FileSink, path: Path, **options: bool) -> None:
         made.append((path.name, threading.current_thread() is threading.main_thread()))
-        kept(self, path)
+        kept(self, path, **options)
 
     monkeypatch.setattr(FileSink, "__init__", noting)
     state = {"model": {f"w{number}": torch.ones(3) for number in range(400)}}
@@ -417,7 +477,7 @@ def test_memory_is_kept_until_it_is_freed_and_nothing_else_is(tmp_path, full_dis
         dsd.save(tmp_path / "0", state, background=True, overwrite=True)
     background.settle()
     gc.collect()
-    assert (buffer._memory.data_ptr(), buffer.nbytes) == (place, nbytes) == (place, (4 << 20) + 64)
+    assert (buffer._memory.data_ptr(), buffer.nbytes) == (place, nbytes) == (place, (4 << 20) + 12)
     assert len(os.listdir("/proc/self/fd")) == files
     assert threading.active_count() <= threads
     assert not [one for one in threading.enumerate() if one.name.startswith("dsdformat-save")]

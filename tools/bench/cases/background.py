@@ -1,4 +1,4 @@
-"""How long does training stand still when it is saved in the background?"""
+"""How long does training stand still for a save in the background, and how slow is it beside it?"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import inspect
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,22 @@ __all__ = ["BACKGROUND", "BACKGROUND_FIRST", "BACKGROUND_SMALL"]
 
 RATE_SECONDS = 0.5
 
-# Begins a save, and returns what waits for its end.
-Begin = Callable[["Path"], Callable[[], object]]
+
+@dataclass(frozen=True, slots=True)
+class Going:
+    """A save that goes on.
+
+    Attributes:
+        done: Whether it has ended.
+        wait: Waits for its end.
+    """
+
+    done: Callable[[], bool]
+    wait: Callable[[], object]
+
+
+# Begins a save.
+Begin = Callable[["Path"], Going]
 
 
 def arrange(
@@ -34,25 +49,32 @@ def arrange(
     begin = begin_for(state)
     path = scene.folder / "checkpoint"
     step = training()
-    alone = rate(step, RATE_SECONDS * scene.size)
-    waits: list[Callable[[], object]] = []
-    beside = 1.0
+    span = RATE_SECONDS * scene.size
+    before = rate(step, span)
+    begun: list[tuple[Going, float]] = []
+    columns: dict[str, float] = {}
 
     def call() -> None:
-        waits.append(begin(path))
+        begun.append((begin(path), time.perf_counter()))
 
     def check() -> None:
-        nonlocal beside
-        (wait,) = waits
-        beside = rate(step, RATE_SECONDS * scene.size) / alone
-        wait()
+        ((going, since),) = begun
+        count = 0
+        while not going.done():
+            step()
+            count += 1
+        seconds = time.perf_counter() - since
+        going.wait()
+        alone = (before + rate(step, span)) / 2
+        lost = seconds - count / alone
+        columns.update({"training": 1 - lost / seconds, "save s": seconds, "lost s": lost})
         if files.stored_nbytes(path) < state.nbytes():
             raise ValueError("less was stored than the state has")
 
     if not first:
-        begin(scene.folder / "before")()
+        begin(scene.folder / "before").wait()
         files.flush(scene.folder / "before")
-    return Trial(call, state.nbytes(), check=check, columns=lambda: {"training": beside})
+    return Trial(call, state.nbytes(), check=check, columns=lambda: columns)
 
 
 def arrange_copy(build: BuildState, scene: Scene) -> Trial:
@@ -97,12 +119,18 @@ def rate(step: Callable[[], None], seconds: float) -> float:
     return count / (time.perf_counter() - began)
 
 
-def begin_dsd(state: State, *, threads: int | None) -> Begin:
+def begin_dsd(state: State, **options: Any) -> Begin:
     """Save in the background."""
     import dsdformat.torch as dsd
     from bench.formats.dsd import tree_of
 
-    return lambda path: dsd.save(path, tree_of(state), background=True, threads=threads).wait
+    how = dsd.Background(**options)
+
+    def begin(path: Path) -> Going:
+        handle = dsd.save(path, tree_of(state), background=how)
+        return Going(handle.done, handle.wait)
+
+    return begin
 
 
 def begin_dcp(state: State, *, reuse: bool) -> Begin:
@@ -123,9 +151,11 @@ def begin_dcp(state: State, *, reuse: bool) -> Begin:
         )
         options["async_stager"] = staging.DefaultStager(how)
 
-    def begin(path: Path) -> Callable[[], object]:
-        writer = FileSystemWriter(path, sync_files=False)
-        return dcp.async_save(tree_of(state), storage_writer=writer, **options).result
+    def begin(path: Path) -> Going:
+        future: Any = dcp.async_save(
+            tree_of(state), storage_writer=FileSystemWriter(path), **options
+        )
+        return Going(future.done, future.result)
 
     return begin
 
@@ -136,7 +166,11 @@ def begin_torchsnapshot(state: State) -> Begin:
 
     from bench.formats.torchsnapshot import tree_of
 
-    return lambda path: Snapshot.async_take(str(path), tree_of(state)).wait
+    def begin(path: Path) -> Going:
+        pending = Snapshot.async_take(str(path), tree_of(state))
+        return Going(pending.done, pending.wait)
+
+    return begin
 
 
 def begin_torch_checkpointing(state: State) -> Begin:
@@ -148,12 +182,17 @@ def begin_torch_checkpointing(state: State) -> Begin:
     staging = CheckpointStagerConfig(use_async_staging=False)
     one = manager(AsyncCheckpointSaverConfig(staging_config=staging))
     atexit.register(one.close)
-    return lambda path: one.save(str(path), tree_of(state)).result
+
+    def begin(path: Path) -> Going:
+        future = one.save(str(path), tree_of(state))
+        return Going(future.done, future.result)
+
+    return begin
 
 
 BEGINS: dict[str, tuple[Callable[[State], Begin], str]] = {
-    "dsdformat": (partial(begin_dsd, threads=None), "dsdformat.torch"),
-    "dsdformat (1 thread)": (partial(begin_dsd, threads=1), "dsdformat.torch"),
+    "dsdformat": (begin_dsd, "dsdformat.torch"),
+    "dsdformat (nice=0)": (partial(begin_dsd, nice=0), "dsdformat.torch"),
     "dcp": (partial(begin_dcp, reuse=False), "torch"),
     "dcp (reused stager)": (partial(begin_dcp, reuse=True), "torch"),
     "torch_checkpointing": (begin_torch_checkpointing, "torch_checkpointing"),
@@ -175,7 +214,9 @@ def contenders(build: BuildState, *, first: bool = False) -> tuple[Contender, ..
 NOTE = (
     "Seconds until the call returns; what follows goes on beside training. `raw` copies the "
     "tensors into memory that was touched before, in one thread. *training*: steps in a second of "
-    "a small training right after the call, over those without a save."
+    "a small training that goes on until the save has ended, over those without a save. *save s*: "
+    "how long that is, from the end of the call. *lost s*: how much sooner the same steps are done "
+    "without. dsdformat and dcp flush what they write."
 )
 BACKGROUND = Case(
     "background",

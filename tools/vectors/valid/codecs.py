@@ -70,6 +70,9 @@ def zstd_cases() -> Iterator[Case]:
     note = "Of three blocks the second does not shrink, and is raw inside a zstd chunk."
     data = bytes(4096) + noise(4096) + bytes(1000)
     yield valid("zstd-raw-blocks", "R-12.1 R-12.3 R-9.15", note, compressed(data))
+    note = "The second of three blocks shrinks by 3 %, and is compressed."
+    data = noise(4096) + noise(3960, "most") + bytes(4096 - 3960) + noise(100)
+    yield valid("zstd-little-saved", "R-12.1 R-12.3", note, compressed(data))
     note = "A chunk with codec 1 whose blocks are all raw."
     yield valid("zstd-all-raw", "R-12.1 R-6.12", note, compressed(noise(5000)))
     chunks = [
@@ -101,6 +104,11 @@ def planes_cases() -> Iterator[Case]:
     note = "Codec 2 with raw planes only, four of a complex64: the longest that R-9.15 allows."
     checkpoint = planed("complex64", 300, piece=zstd.raw)
     yield valid("planes-all-raw-complex64", "R-9.15 R-12.2", note, checkpoint)
+    low = noise(1960, "most") + bytes(88)
+    data = b"".join(bytes(pair) for pair in zip(low, bytes(2048), strict=True))
+    note = "The low plane shrinks by 3 %, and is compressed beside the high one."
+    checkpoint = compressed(data, codec=2, dtype="int16")
+    yield valid("planes-little-saved", "R-12.2 R-12.3", note, checkpoint)
     note = "Codec 2 on one element: planes of one byte."
     yield valid("planes-one-element", "R-12.2", note, planed("float64", 1))
     low, high = noise(700, "hand"), bytes(700)
