@@ -22,7 +22,7 @@ from dsdformat.format.decoding import decode_tree
 from dsdformat.format.digests import digest
 from dsdformat.format.packing import emit, parse
 from dsdformat.format.values import encode
-from dsdformat.torch.contact import find_silent
+from dsdformat.torch.contact import find_silent, finish
 from dsdformat.torch.failures import check_rows, error_row, lost_contact
 
 __all__ = ["Comm", "Pending", "Step", "decoded", "global_rank", "group_order", "is_distributed"]
@@ -74,6 +74,7 @@ class Comm:
         """Use a process group, the default one if None, or no group where there is none."""
         self.group = group
         self.device = torch.device("cpu")
+        self._looks_out = False  # whether it looks for marks of others while it waits
         if not is_distributed():
             self.rank, self.world_size = 0, 1
             self.ranks: tuple[int, ...] = (0,)
@@ -82,7 +83,8 @@ class Comm:
         self.world_size = distributed.get_world_size(group)
         self.ranks = tuple(distributed.get_process_group_ranks(group or distributed.group.WORLD))
         backend = str(distributed.get_backend(group))
-        if "nccl" in backend and "gloo" not in backend:
+        self._looks_out = "gloo" in backend  # of other backends nobody knows how they wait
+        if "nccl" in backend and not self._looks_out:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     @classmethod
@@ -301,7 +303,10 @@ class Comm:
         """
         if self.world_size > 1 and tensor.numel():
             with self._in_contact():
-                distributed.broadcast(tensor, src=self.ranks[source], group=self.group)
+                work = distributed.broadcast(
+                    tensor, self.ranks[source], group=self.group, async_op=self._looks_out
+                )
+                self._finish(work)
 
     @contextmanager
     def _in_contact(self) -> Iterator[None]:
@@ -315,12 +320,24 @@ class Comm:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # each backend has kinds of its own
-            own, name = self.ranks[self.rank], getattr(self.group, "group_name", "")
-            raise lost_contact(own, find_silent(self.ranks, own, name), error) from error
+            own = self.ranks[self.rank]
+            raise lost_contact(own, find_silent(self.ranks, own, self._name), error) from error
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.group, "group_name", "")
+
+    def _finish(self, work: Any) -> None:
+        """Wait for a collective that goes on, if it does."""
+        if self._looks_out:
+            finish(work, self.ranks, self._name)
+        elif work is not None:
+            work.wait()
 
     def _all_gather(self, parts: list[torch.Tensor], part: torch.Tensor) -> None:
         with self._in_contact():
-            distributed.all_gather(parts, part, group=self.group)
+            work = distributed.all_gather(parts, part, group=self.group, async_op=self._looks_out)
+            self._finish(work)
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -355,7 +372,7 @@ class Pending:
         """
         with self.comm._in_contact():
             for work in self.works:
-                work.wait()
+                self.comm._finish(work)
         return list(self.received)
 
 
@@ -364,6 +381,7 @@ class _Some(Comm):
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         super().__init__()
+        self._looks_out = False  # a message that is waited for with a time limit breaks all others
         self.rank, self.world_size = ranks.index(self.ranks[self.rank]), len(ranks)
         self.ranks = ranks
 
