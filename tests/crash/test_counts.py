@@ -20,7 +20,7 @@ def test_saves_are_stopped_at_as_many_steps_as_the_readme_says(roots):
     # is full in a write, or takes half of it.
     ends = len(steps) * (1 + len(CODES) + 2 + len(cuts())) + 2 * len(writes)
     text = (ROOT / "README.md").read_text()
-    said = re.search(r"in each of (\d+) kinds .* (\d+) steps: .* these ([\d,]+) ends", text)
+    said = re.search(r"Saves of (\d+) kinds, .* (\d+) steps: .* these ([\d,]+) ends", text)
     assert said is not None
     assert int(said[1]) == len(SAVES)
     assert int(said[2]) <= len(steps)
