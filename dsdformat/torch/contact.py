@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from dsdformat.torch.compat import default_store
 
-__all__ = ["find_silent", "finish"]
+__all__ = ["find_silent", "finish", "finish_messages"]
 
 _PATIENCE_S = 5.0
 _ANSWER_S = 5.0  # for a store that may be gone with the rank that serves it
@@ -34,7 +34,7 @@ def finish(work: Any, ranks: Sequence[int], group: str = "") -> None:
     """Wait for a collective to end, or for another rank to lose contact.
 
     Args:
-        work: What a backend gave that lets others wait for it with a time limit, and goes on.
+        work: What a backend gave that takes a time limit of a wait, and goes on after it.
         ranks, group: As in `find_silent`.
 
     Raises:
@@ -43,21 +43,52 @@ def finish(work: Any, ranks: Sequence[int], group: str = "") -> None:
 
     Ranks: local; ends when others have come, or with the time-out of the group.
     """
+
+    def has_ended(seconds: float) -> bool:
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # it has failed, or ended just now
+        return True
+
+    _finish(has_ended, ranks, group)
+
+
+def finish_messages(works: Sequence[Any], ranks: Sequence[int], group: str = "") -> None:
+    """Wait for messages from one rank to another, as `finish` does.
+
+    A time limit would break all messages of the rank, not the wait alone; so a thread waits.
+    """
+    ended = threading.Event()
+    errors: list[RuntimeError] = []
+
+    def wait() -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            errors.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=wait, name="dsdformat-wait", daemon=True).start()
+    _finish(ended.wait, ranks, group)
+    if errors:
+        raise errors[0]
+
+
+def _finish(has_ended: Callable[[float], bool], ranks: Sequence[int], group: str) -> None:
     lookout = None
     try:
-        while lookout is None or not lookout.has_seen:
-            try:
-                work.wait(timedelta(seconds=_LOOK_S))
-                return
-            except RuntimeError:
-                if work.is_completed():  # it has failed, or ended just now
-                    work.wait()
-                    return
+        while not has_ended(_LOOK_S):
             lookout = lookout or _Lookout(ranks, group)
+            if lookout.has_seen:
+                raise RuntimeError("another rank that waits with this one has lost contact")
     finally:
         if lookout is not None:
             lookout.close()
-    raise RuntimeError("another rank that waits with this one has lost contact")
 
 
 class _Lookout:

@@ -118,10 +118,13 @@ def load_and_die(path: str, phase: str, dead: int) -> str:
     is_dead = distributed.get_rank() == dead
     if is_dead and phase == "looking":
         state["kept"] = Deadly()
+    if phase == "passing-on-to-some" and distributed.get_rank() == 3:
+        del state["a"]
     started = time.monotonic()
     deadly = {
         "reading": lambda: mock.patch.object(LocalStorage, "read_into", _dying_at_data),
         "passing-on": lambda: mock.patch("dsdformat.torch.shared_reads.pass_on", die),
+        "passing-on-to-some": lambda: mock.patch("dsdformat.torch.shared_reads.pass_on", die),
     }
     with deadly[phase]() if is_dead and phase in deadly else mock.MagicMock():
         try:
@@ -283,7 +286,7 @@ def test_a_rank_that_is_killed_in_any_phase_is_named_to_the_other_and_nothing_is
 
 @pytest.mark.parametrize(
     ("phase", "dead", "world_size"),
-    [("looking", 1, 2), ("reading", 0, 2), ("passing-on", 2, 4)],
+    [("looking", 1, 2), ("reading", 0, 2), ("passing-on", 2, 4), ("passing-on-to-some", 1, 4)],
 )
 def test_a_rank_that_is_killed_while_it_loads_is_missed_by_others(
     launcher, tmp_path, phase, dead, world_size

@@ -137,10 +137,33 @@ def test_a_collective_is_waited_for_until_it_ends(looking, waits):
         contact.finish(Work(waits, "Connection closed by peer"), (0, 1, 2))
 
 
+class Message:
+    """One that is waited for without a limit."""
+
+    def __init__(self, error: str = "", never: threading.Event | None = None) -> None:
+        self.error, self.never = error, never
+
+    def wait(self) -> None:
+        if self.never is not None:
+            self.never.wait()
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_messages_are_waited_for_until_they_end(looking):
+    contact.finish_messages([Message(), Message()], (0, 1, 2))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        contact.finish_messages([Message(), Message("Connection closed by peer")], (0, 1, 2))
+
+
 def test_a_mark_of_another_ends_the_wait(looking):
     looking.add(contact._key((0, 1, 2), "g"), 1)
     with pytest.raises(RuntimeError, match="another rank that waits with this one has lost"):
         contact.finish(Work(float("inf")), (0, 1, 2), "g")
+    never = threading.Event()
+    with pytest.raises(RuntimeError, match="another rank that waits with this one has lost"):
+        contact.finish_messages([Message(never=never)], (0, 1, 2), "g")
+    never.set()
 
 
 def test_marks_of_all_and_of_other_groups_end_no_wait(looking, monkeypatch):
