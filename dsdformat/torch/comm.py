@@ -22,7 +22,7 @@ from dsdformat.format.decoding import decode_tree
 from dsdformat.format.digests import digest
 from dsdformat.format.packing import emit, parse
 from dsdformat.format.values import encode
-from dsdformat.torch.contact import find_silent
+from dsdformat.torch.contact import find_silent, finish, finish_messages
 from dsdformat.torch.failures import check_rows, error_row, lost_contact
 
 __all__ = ["Comm", "Pending", "Step", "decoded", "global_rank", "group_order", "is_distributed"]
@@ -74,6 +74,8 @@ class Comm:
         """Use a process group, the default one if None, or no group where there is none."""
         self.group = group
         self.device = torch.device("cpu")
+        self._looks_out = False  # whether it looks for marks of others while it waits
+        self._within: Comm | None = None  # the group that loses contact if this one does
         if not is_distributed():
             self.rank, self.world_size = 0, 1
             self.ranks: tuple[int, ...] = (0,)
@@ -82,7 +84,8 @@ class Comm:
         self.world_size = distributed.get_world_size(group)
         self.ranks = tuple(distributed.get_process_group_ranks(group or distributed.group.WORLD))
         backend = str(distributed.get_backend(group))
-        if "nccl" in backend and "gloo" not in backend:
+        self._looks_out = "gloo" in backend  # of other backends nobody knows how they wait
+        if "nccl" in backend and not self._looks_out:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     @classmethod
@@ -91,12 +94,15 @@ class Comm:
         return _Some((distributed.get_rank(),)) if is_distributed() else cls()
 
     @classmethod
-    def of_ranks(cls, ranks: Iterable[int], groups: Iterable[Any] = ()) -> Comm:
+    def of_ranks(
+        cls, ranks: Iterable[int], groups: Iterable[Any] = (), within: Comm | None = None
+    ) -> Comm:
         """Return a group of these global ranks, this one among them.
 
         Args:
             ranks: In any order.
             groups: Process groups that may be those of these ranks.
+            within: The group whose other ranks wait meanwhile, and are told if contact is lost.
 
         Ranks: local; nothing is made.
         """
@@ -106,7 +112,7 @@ class Comm:
         for group in groups:
             if sorted(distributed.get_process_group_ranks(group)) == wanted:
                 return cls(group)
-        return _Some(tuple(wanted))
+        return _Some(tuple(wanted), within)
 
     @property
     def is_coordinator(self) -> bool:
@@ -301,7 +307,10 @@ class Comm:
         """
         if self.world_size > 1 and tensor.numel():
             with self._in_contact():
-                distributed.broadcast(tensor, src=self.ranks[source], group=self.group)
+                work = distributed.broadcast(
+                    tensor, self.ranks[source], group=self.group, async_op=self._looks_out
+                )
+                self._finish([work])
 
     @contextmanager
     def _in_contact(self) -> Iterator[None]:
@@ -315,12 +324,27 @@ class Comm:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # each backend has kinds of its own
-            own, name = self.ranks[self.rank], getattr(self.group, "group_name", "")
-            raise lost_contact(own, find_silent(self.ranks, own, name), error) from error
+            own, (ranks, name) = self.ranks[self.rank], self._circle
+            raise lost_contact(own, find_silent(ranks, own, name), error) from error
+
+    @property
+    def _circle(self) -> tuple[Sequence[int], str]:
+        """Of whom it is asked who is silent, and a name for them."""
+        circle = self._within or self
+        return circle.ranks, getattr(circle.group, "group_name", "")
+
+    def _finish(self, works: Sequence[Any]) -> None:
+        """Wait for collectives that go on; None is one that does not."""
+        for work in works:
+            if self._looks_out:
+                finish(work, *self._circle)
+            elif work is not None:
+                work.wait()
 
     def _all_gather(self, parts: list[torch.Tensor], part: torch.Tensor) -> None:
         with self._in_contact():
-            distributed.all_gather(parts, part, group=self.group)
+            work = distributed.all_gather(parts, part, group=self.group, async_op=self._looks_out)
+            self._finish([work])
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -354,16 +378,16 @@ class Pending:
         Ranks: local; ends when the others have sent what is for this rank.
         """
         with self.comm._in_contact():
-            for work in self.works:
-                work.wait()
+            self.comm._finish(self.works)
         return list(self.received)
 
 
 class _Some(Comm):
     """Some ranks of the default group, which talk from one to another."""
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
+    def __init__(self, ranks: tuple[int, ...], within: Comm | None = None) -> None:
         super().__init__()
+        self._within = within
         self.rank, self.world_size = ranks.index(self.ranks[self.rank]), len(ranks)
         self.ranks = ranks
 
@@ -404,10 +428,20 @@ class _Some(Comm):
         with self._in_contact():
             while step < self.world_size:
                 if step <= place < 2 * step:
-                    distributed.recv(tensor, self._at(place - step, source))
+                    self._pass(distributed.irecv, tensor, self._at(place - step, source))
                 elif place < step and place + step < self.world_size:
-                    distributed.send(tensor, self._at(place + step, source))
+                    self._pass(distributed.isend, tensor, self._at(place + step, source))
                 step *= 2
+
+    def _pass(self, how: Any, tensor: torch.Tensor, rank: int) -> None:
+        self._finish(distributed.batch_isend_irecv([distributed.P2POp(how, tensor, rank)]))
+
+    def _finish(self, works: Sequence[Any]) -> None:
+        """Wait for messages."""
+        if self._looks_out and works:
+            finish_messages(works, *self._circle)
+        else:
+            super()._finish(works)
 
     def _at(self, place: int, source: int) -> int:
         return self.ranks[(place + source) % self.world_size]

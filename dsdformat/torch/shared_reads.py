@@ -96,7 +96,7 @@ def fill_together(
     for one in shared:
         group = comm
         if len(one.ranks) < comm.world_size:
-            group = Comm.of_ranks(comm.ranks[rank] for rank in one.ranks)
+            group = Comm.of_ranks((comm.ranks[rank] for rank in one.ranks), within=comm)
         pass_on(group, [move.into.detach() for move in one.moves], one.given)
     if blocks is not None:
         blocks.run()

@@ -1,8 +1,9 @@
-"""Kill a save at each of its steps: `python -m tests.crash.killing SAVE FOLDER`.
+"""Kill saves at each of their steps: `python -m tests.crash.killing`, with `SAVE FOLDER` as lines.
 
 For each step a child is forked, saves in a folder of its own, and ends itself with `os._exit`, so
 that no handler, no `finally` and no lock survives, and what it wrote stays as the system has it.
-Of a write it does the first half, and ends at the next step. Prints how many children died.
+Of a write it does the first half, and ends at the next step. Prints how many children died, and
+how the one after them ended.
 """
 
 from __future__ import annotations
@@ -40,17 +41,24 @@ def kill(save: Save, root: Path, number: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def main(name: str, folder: Path) -> None:
-    (save,) = [one for one in SAVES if one.name == name]
-    os.fsync = lambda fd: None  # a killed process loses nothing of what the system has
-    for count, number in enumerate(itertools.count(1, save.every)):
-        root = folder / f"{number:03}"
+def kill_everywhere(save: Save, folder: Path) -> tuple[int, int]:
+    """Kill a save at each step; return how many died, and how the one ended that did not."""
+    for count in itertools.count():
+        root = folder / f"{count + 1:03}"
         save.prepare(root)
-        status = kill(save, root, number)
+        status = kill(save, root, count + 1)
         if status != KILLED:
-            print(count, status)
-            return
+            return count, status
+    raise AssertionError("a save has no end")
+
+
+def main() -> None:
+    os.fsync = lambda fd: None  # a killed process loses nothing of what the system has
+    for line in sys.stdin:
+        name, folder = line.rstrip("\n").split(" ", 1)
+        (save,) = [one for one in SAVES if one.name == name]
+        print(*kill_everywhere(save, Path(folder)), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main()

@@ -10,7 +10,7 @@ there as a whole or not at all. From one folder to another it is two changes, on
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -95,10 +95,17 @@ class Disk:
 
     def run(self, steps: Iterable[Step]) -> Disk:
         """Carry out the steps of one process, as the page cache does."""
-        self._handles.clear()
-        for step in steps:
-            self._take(step)
+        for _ in self.run_each(steps):
+            pass
         return self
+
+    def run_each(self, steps: Iterable[Step]) -> Iterator[int]:
+        """Carry them out one by one; yield how many it were, from none to all."""
+        self._handles.clear()
+        yield 0
+        for count, step in enumerate(steps, 1):
+            self._take(step)
+            yield count
 
     def restore(self, root: Path, cut: Cut) -> None:
         """Write what is on the disk after a cut into an empty folder."""

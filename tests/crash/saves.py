@@ -8,9 +8,11 @@ checkpoint of ours is a row too.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import importlib.util
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +31,6 @@ from dsdformat.storage.mailbox import Mailbox
 from dsdformat.storage.target import FileTarget, LocalTarget
 from dsdformat.writer import Writer
 
-EVERY = 11
 NOISE = bytes(range(256)) * 20
 TEXT = b"abcdefgh" * 640
 
@@ -175,6 +176,37 @@ def sources() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="dsdformat-crash-")
 
 
+@functools.cache
+def made(product: Product) -> Path:
+    """What a product is before it is replaced, to be copied from a folder of this process."""
+    path = Path(tempfile.mkdtemp(dir=sources().name)) / "old"
+    product.save(path, "old")
+    return path
+
+
+def contents(root: Path) -> dict[str, bytes | None]:
+    """All files under a folder with their bytes, and all folders."""
+    found: dict[str, bytes | None] = {}
+    for folder, folders, files in os.walk(root):
+        inside = os.path.relpath(folder, root)
+        found |= {f"{inside}/{name}": None for name in folders}
+        found |= {f"{inside}/{name}": Path(folder, name).read_bytes() for name in files}
+    return found
+
+
+def sum_of(root: Path) -> bytes:
+    """A digest of all that is under a folder."""
+    said = hashlib.sha256()
+    for name, data in sorted(contents(root).items()):
+        kind = "folder" if data is None else str(len(data))
+        said.update(f"{name}\0{kind}\0".encode() + (data or b""))
+    return said.digest()
+
+
+# What was found in files, by their digest: the same files are verified once.
+_words: dict[tuple[Save, bytes], str | None] = {}
+
+
 def converting(to: str) -> Callable[..., None]:
     """Return what converts a checkpoint to a kind."""
     return lambda path, word, **options: convert(source(word), path, to=to, **options)
@@ -279,8 +311,6 @@ class Save:
         replaces: Whether an old checkpoint is there before.
         can_exchange: Whether the system exchanges two names in one step.
         product: What it makes.
-        every: Of how many steps one is stopped at: more than 1 where the steps are mostly those
-            of other saves.
         imports: What it imports; before the save, so that no process that is killed does.
     """
 
@@ -290,7 +320,6 @@ class Save:
     replaces: bool = False
     can_exchange: bool = True
     product: Product = CHECKPOINT
-    every: int = 1
     imports: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -304,7 +333,8 @@ class Save:
             source(word)
         root.mkdir(exist_ok=True)
         if self.replaces:
-            self.product.save(root / self.path, "old")
+            old = made(self.product)
+            (shutil.copytree if old.is_dir() else shutil.copy)(old, root / self.path)
 
     def save(self, root: Path, word: str = "new") -> None:
         self.run(root / self.path, word, overwrite=self.replaces)
@@ -315,7 +345,10 @@ class Save:
 
     def word_of(self, root: Path) -> str | None:
         """What is there says; None if there is nothing."""
-        return self.product.word_of(root / self.path)
+        key = self, sum_of(root)
+        if key not in _words:
+            _words[key] = self.product.word_of(root / self.path)
+        return _words[key]
 
 
 SAVES = (
@@ -333,9 +366,9 @@ SAVES = (
     ),
     Save("file", save_file, product=FILE),
     Save("replace-file", save_file, replaces=True, product=FILE),
-    Save("convert-to-dsd", converting("dsd"), replaces=True, every=EVERY),
+    Save("convert-to-dsd", converting("dsd"), replaces=True),
     *(
-        Save(f"convert-to-{to}", converting(to), replaces=True, product=product(to), every=EVERY)
+        Save(f"convert-to-{to}", converting(to), replaces=True, product=product(to))
         for product, kinds in (
             (converted_file, ("safetensors", "torch", "npz")),
             (converted_folder, ("huggingface", "dcp")),
@@ -352,7 +385,6 @@ if importlib.util.find_spec("torch") is not None:
             "replace-from-two-ranks-apart",
             save_from_two_ranks_apart,
             replaces=True,
-            every=3,
             imports=TORCH,
         ),
         Save(
@@ -360,7 +392,6 @@ if importlib.util.find_spec("torch") is not None:
             export,
             replaces=True,
             product=converted_folder("huggingface"),
-            every=EVERY,
             imports=TORCH,
         ),
     )

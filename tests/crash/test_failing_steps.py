@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,6 @@ def steps_of(save: Save, root: Path) -> list[Step]:
     return steps.begun
 
 
-def chosen(save: Save, steps: list[Step], turn: int) -> list[tuple[int, Step]]:
-    """Number the steps; of some saves every few alone, others in each turn."""
-    return list(enumerate(steps, 1))[turn % save.every :: save.every]
-
-
 def run(save: Save, root: Path, before: Before) -> BaseException | None:
     """Save; return the exception that came of it."""
     try:
@@ -51,10 +47,19 @@ def run(save: Save, root: Path, before: Before) -> BaseException | None:
     return None
 
 
+@pytest.fixture(scope="module")
+def few_objects() -> Iterator[None]:
+    """Let the garbage collector pass over what other tests have left."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
-def leaks(count_descriptors: Callable[[], int]) -> Callable[[], list[str]]:
+def leaks(few_objects: None, count_descriptors: Callable[[], int]) -> Callable[[], list[str]]:
     """`leaks()`: what has become more since it was last asked."""
-    gc.collect()  # what other tests have left
+    gc.collect()
     last = [count_descriptors(), threading.active_count()]
 
     def leaks() -> list[str]:
@@ -65,65 +70,109 @@ def leaks(count_descriptors: Callable[[], int]) -> Callable[[], list[str]]:
     return leaks
 
 
+# Says what is wrong with the error of a save, given the step at which it was disturbed.
+Judge = Callable[[BaseException | None, Step, Path], list[str]]
+
+
+@pytest.fixture
+def disturb(
+    roots: Callable[[Save], Path], leaks: Callable[[], list[str]]
+) -> Callable[..., dict[str, list[str]]]:
+    """`disturb(save, before, judge)` lets a save go wrong at each step; says what is wrong then."""
+
+    def disturb(
+        save: Save, before: Callable[[int], Before], judge: Judge, *kinds: str
+    ) -> dict[str, list[str]]:
+        wrong = {}
+        for number, step in enumerate(steps_of(save, roots(save)), 1):
+            if kinds and step.kind not in kinds:
+                continue
+            root = roots(save)
+            error = run(save, root, before(number))
+            found = [*leaks(), *judge(error, step, root)]
+            found += faults_after(root, save, committed=error is None)
+            if found:
+                wrong[f"{number} {step.kind} {step.path}"] = found
+        return wrong
+
+    return disturb
+
+
+def is_error(code: int, error: BaseException) -> bool:
+    return isinstance(error, StorageError) and error.errno == code
+
+
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 @pytest.mark.parametrize("save", SAVES, ids=str)
-def test_a_step_that_fails_is_a_storage_error_or_of_no_matter(save, code, roots, leaks):
-    wrong = {}
-    for number, step in chosen(save, steps_of(save, roots(save)), CODES.index(code)):
-        root = roots(save)
-        error = run(save, root, fail(code, number))
-        found = leaks()
-        if error is not None and getattr(error, "errno", None) != code:
-            found.append(repr(error))
-        if error is not None and not isinstance(error, StorageError):
-            found.append(f"not a StorageError: {error!r}")
-        if error is None and save.word_of(root) != "new":
-            found.append("no error, and no new checkpoint")
+def test_a_step_that_fails_is_a_storage_error_or_of_no_matter(save, code, disturb):
+    def judge(error: BaseException | None, step: Step, root: Path) -> list[str]:
+        if error is None:
+            return [] if save.word_of(root) == "new" else ["no error, and no new checkpoint"]
+        found = [] if is_error(code, error) else [repr(error)]
         left = [name for name in names_in((root / save.path).parent) if name.startswith(".")]
         # A failed clean-up leaves something, and so does a commit of which it is unknown
         # whether it is durable: what was replaced is kept.
-        if left and error is not None and save.word_of(root) != "new":
+        if left and save.word_of(root) != "new":
             found.append(f"left {left}")
-        found += faults_after(root, save, committed=error is None)
-        if found:
-            wrong[f"{number} {step.kind} {step.path}"] = found
-    assert wrong == {}
+        return found
+
+    assert disturb(save, functools.partial(fail, code), judge) == {}
 
 
 @pytest.mark.parametrize("save", SAVES, ids=str)
-def test_a_medium_that_is_gone_for_good_gives_the_first_error(save, roots, leaks):
-    wrong = {}
-    for number, step in chosen(save, steps_of(save, roots(save)), 4):
-        root = roots(save)
-        error = run(save, root, fail(errno.EIO, number, then_all=True))
-        found = leaks()
-        if not (isinstance(error, StorageError) and error.errno == errno.EIO) and error is not None:
-            found.append(repr(error))
-        found += faults_after(root, save, committed=error is None)
-        if found:
-            wrong[f"{number} {step.kind} {step.path}"] = found
-    assert wrong == {}
+def test_a_medium_that_is_gone_for_good_gives_the_first_error(save, disturb):
+    def judge(error: BaseException | None, step: Step, root: Path) -> list[str]:
+        return [] if error is None or is_error(errno.EIO, error) else [repr(error)]
+
+    assert disturb(save, functools.partial(fail, errno.EIO, then_all=True), judge) == {}
 
 
 @pytest.mark.parametrize("save", SAVES, ids=str)
-def test_an_interrupt_at_any_step_leaves_the_old_or_the_new_checkpoint(save, roots, leaks):
-    wrong = {}
-    for number, step in chosen(save, steps_of(save, roots(save)), 5):
-        root = roots(save)
-
-        def interrupt(count: int, step: Step, number: int = number) -> None:
+def test_an_interrupt_at_any_step_leaves_the_old_or_the_new_checkpoint(save, disturb):
+    def interrupt(number: int) -> Before:
+        def before(count: int, step: Step) -> None:
             if count == number:
                 raise KeyboardInterrupt
 
-        error = run(save, root, interrupt)
-        found = leaks()
+        return before
+
+    def judge(error: BaseException | None, step: Step, root: Path) -> list[str]:
         # While a folder is removed, Python itself loses one that comes at a close.
-        if not isinstance(error, KeyboardInterrupt) and step.kind != "close":
-            found.append(repr(error))
-        found += faults_after(root, save)
-        if found:
-            wrong[f"{number} {step.kind} {step.path}"] = found
-    assert wrong == {}
+        return [] if isinstance(error, KeyboardInterrupt) or step.kind == "close" else [repr(error)]
+
+    assert disturb(save, interrupt, judge) == {}
+
+
+@pytest.mark.parametrize("save", SAVES, ids=str)
+def test_a_disk_that_fills_up_in_any_write_leaves_what_was_there(save, disturb):
+    def fill(number: int) -> Before:
+        """Take half of a write, and nothing after it."""
+
+        def before(count: int, step: Step) -> int | None:
+            taken = len(step.data) // 2 if count == number else 0
+            if count >= number and step.kind == "write" and not taken:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return taken or None
+
+        return before
+
+    def judge(error: BaseException | None, step: Step, root: Path) -> list[str]:
+        found = [] if error is not None and is_error(errno.ENOSPC, error) else [repr(error)]
+        left = names_in((root / save.path).parent)
+        return found if left == ["c"] * save.replaces else [*found, f"left {left}"]
+
+    assert disturb(save, fill, judge, "write") == {}
+
+
+@pytest.mark.parametrize("save", SAVES, ids=str)
+def test_any_write_of_which_the_system_takes_half_is_continued(save, disturb):
+    def halve(number: int) -> Before:
+        return lambda count, step: (len(step.data) + 1) // 2 if count == number else None
+
+    def judge(error: BaseException | None, step: Step, root: Path) -> list[str]:
+        return [] if error is None else [repr(error)]
+
+    assert disturb(save, halve, judge, "write") == {}
 
 
 @pytest.mark.parametrize("taken", [1, 999, 4097])

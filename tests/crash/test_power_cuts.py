@@ -13,7 +13,7 @@ import pytest
 
 from dsdformat import DsdError
 from tests.crash.power import Cut, Disk
-from tests.crash.saves import SAVES, Save, faults_after
+from tests.crash.saves import SAVES, Save, contents, faults_after, sum_of
 from tests.crash.steps import Step, die, watched
 
 Roots = Callable[[Save], Path]
@@ -31,34 +31,31 @@ def steps_of(save: Save, root: Path) -> list[Step]:
     return steps.done
 
 
-def test_the_steps_that_are_seen_make_the_checkpoint(roots, tmp_path):
+def test_the_steps_that_are_seen_make_the_checkpoint(roots, folder):
     """Nothing reaches the disk by a call that is not seen here."""
     for save in SAVES:
-        root, again = roots(save), tmp_path / f"again-{save}"
+        root, again = roots(save), folder / f"again-{save}"
         disk = Disk(root)
         disk.run(steps_of(save, root)).restore(again, Cut("kept", "kept"))
         assert contents(again) == contents(root)
 
 
-def contents(root: Path) -> dict[str, bytes]:
-    found = [path for path in root.rglob("*") if path.is_file()]
-    return {str(path.relative_to(root)): path.read_bytes() for path in found}
-
-
 @pytest.mark.parametrize("save", SAVES, ids=str)
 def test_a_power_cut_leaves_the_old_or_the_new_checkpoint_and_the_next_save_cleans_up(
-    save, roots, tmp_path
+    save, roots, folder
 ):
-    root, wrong = roots(save), {}
-    copy = tmp_path / "before"
-    save.prepare(copy)
-    steps = steps_of(save, root)
+    wrong, seen = {}, set()
+    disk = Disk(roots(save))
+    steps = steps_of(save, roots(save))
     assert len(steps) > 15
-    for number in (*range(0, len(steps), save.every), len(steps)):
+    for number in disk.run_each(steps):
+        committed = number == len(steps)
         for variant, cut in enumerate(cuts()):
-            left = tmp_path / f"{number}-{variant}"
-            Disk(copy).run(steps[:number]).restore(left, cut)
-            found = faults_after(left, save, committed=number == len(steps))
+            left = folder / f"{number}-{variant}"
+            disk.restore(left, cut)
+            end = sum_of(left), committed
+            found = [] if end in seen else faults_after(left, save, committed=committed)
+            seen.add(end)
             if found:
                 wrong[f"{number} {steps[:number][-1:]} {cut}"] = found
     assert wrong == {}
@@ -67,11 +64,10 @@ def test_a_power_cut_leaves_the_old_or_the_new_checkpoint_and_the_next_save_clea
 @pytest.mark.parametrize(
     "name", ["new-in-new-folders", "replace", "replace-by-renames", "file", "replace-file"]
 )
-def test_a_power_cut_in_a_save_after_one_that_was_killed_leaves_a_checkpoint(name, roots, tmp_path):
+def test_a_power_cut_in_a_save_after_one_that_was_killed_leaves_a_checkpoint(name, roots, folder):
     """The next save takes nothing for durable that the killed one had not flushed yet."""
     (save,) = [one for one in SAVES if one.name == name]
-    wrong, copy = {}, tmp_path / "before"
-    save.prepare(copy)
+    wrong, copy = {}, roots(save)
     allowed = {"old" if save.replaces else None, "new", "next"}
     for killed in range(1, len(steps_of(save, roots(save))) + 2):
         root = roots(save)
@@ -80,10 +76,13 @@ def test_a_power_cut_in_a_save_after_one_that_was_killed_leaves_a_checkpoint(nam
         with watched(root, can_exchange=save.can_exchange) as second:
             save.save_next(root)
         begun = [step.kind for step in second.done].index("write")
-        for number in (*range(begun), len(second.done)):
+        disk = Disk(copy).run(first)
+        for number in disk.run_each(second.done):
+            if 0 < number < begun:
+                continue
             for variant, cut in enumerate(cuts()):
-                left = tmp_path / f"{killed}-{number}-{variant}"
-                Disk(copy).run(first).run(second.done[:number]).restore(left, cut)
+                left = folder / f"{killed}-{number}-{variant}"
+                disk.restore(left, cut)
                 found = words_of(save, left)
                 if found not in (allowed if number < len(second.done) else {"next"}):
                     wrong[f"{killed} {first[-1:]} {number} {second.done[:number][-1:]} {cut}"] = (

@@ -21,10 +21,8 @@ COLLECTIVES = (
     "broadcast",
     "broadcast_object_list",
     "gather_object",
-    "recv",
     "reduce_scatter_tensor",
     "scatter",
-    "send",
 )
 
 

@@ -31,16 +31,17 @@ from dsdformat.errors import (
 from dsdformat.storage.local import LocalStorage
 from dsdformat.storage.mailbox import Mailbox
 from dsdformat.storage.target import FileSink, JoinedTarget, LocalTarget
-from dsdformat.torch import contact
+from dsdformat.torch import background, contact, save_together, shared_reads
+from dsdformat.torch.comm import Comm
 from dsdformat.torch.loading import Loading
 from dsdformat.writer import PartWriter
 from tests.ranks.launching import Call, Launch
 from tests.ranks.layouts import everywhere
 from tests.ranks.test_save_load import shared
 
-GROUP_TIMEOUT_S = 4.0
-SOON_S = 3 * GROUP_TIMEOUT_S
-PATIENCE_S = 1.0  # for others that notice it too
+GROUP_TIMEOUT_S = 60.0  # nobody waits for it
+SOON_S = 15.0
+PATIENCE_S, LOOK_S = 1.0, 0.1  # for others that notice it too
 
 
 def state_of(number: int) -> dict[str, Any]:
@@ -48,6 +49,10 @@ def state_of(number: int) -> dict[str, Any]:
     own = {"mine": torch.full((1000,), distributed.get_rank())}
     large = torch.full((1000, 10), float(number))
     return {"a": large, "own": dsd.PerRank(own), "step": number, "kept": {"n": 1}}
+
+
+def be_quick() -> None:
+    contact._PATIENCE_S, contact._LOOK_S = PATIENCE_S, LOOK_S
 
 
 def die(*_: Any) -> None:
@@ -66,7 +71,7 @@ class Deadly:
 
 
 @contextmanager
-def dying(owner: type, method: str, *, after: bool = False) -> Iterator[None]:
+def dying(owner: Any, method: str, *, after: bool = False) -> Iterator[None]:
     """Be killed when a method is called, or once it has done its work."""
     kept = getattr(owner, method)
 
@@ -89,7 +94,7 @@ WRITING: dict[str, Callable[[], Any]] = {
 
 def save_and_die(path: str, phase: str, dead: int) -> str:
     """Save twice; be killed in the second save, or return what this rank is told."""
-    contact._PATIENCE_S = PATIENCE_S
+    be_quick()
     dsd.save(path, state_of(1))
     state = state_of(2)
     is_dead = distributed.get_rank() == dead
@@ -107,16 +112,19 @@ def save_and_die(path: str, phase: str, dead: int) -> str:
 
 def load_and_die(path: str, phase: str, dead: int) -> str:
     """Load; be killed, or return what this rank is told."""
-    contact._PATIENCE_S = PATIENCE_S
+    be_quick()
     dsd.save(path, state_of(1))
     state: dict[str, Any] = {"a": torch.zeros(1000, 10), "own": dsd.PerRank(None), "step": None}
     is_dead = distributed.get_rank() == dead
     if is_dead and phase == "looking":
         state["kept"] = Deadly()
+    if phase == "passing-on-to-some" and distributed.get_rank() == 3:
+        del state["a"]
     started = time.monotonic()
     deadly = {
         "reading": lambda: mock.patch.object(LocalStorage, "read_into", _dying_at_data),
         "passing-on": lambda: mock.patch("dsdformat.torch.shared_reads.pass_on", die),
+        "passing-on-to-some": lambda: mock.patch("dsdformat.torch.shared_reads.pass_on", die),
     }
     with deadly[phase]() if is_dead and phase in deadly else mock.MagicMock():
         try:
@@ -150,15 +158,21 @@ def told(launcher: Any, folder: Path, function: str, args: Any, world_size: int)
 
 
 # A pair of ranks for each phase, all in one launch: which of the pair dies, where, and whether the
-# new checkpoint is there then.
+# new checkpoint is there then. With those of the launches above, all phases of a save, of one in
+# the background and of a load, in their order.
 Phase = tuple[Callable[[], Any], int, bool]
 SAVE_PHASES: dict[str, Phase] = {
+    "agreeing": (lambda: dying(Comm, "check_agreement"), 1, False),
+    "captured": (lambda: dying(save_together, "find_holders"), 0, False),
     "begun": (lambda: dying(LocalTarget, "__init__", after=True), 0, False),
     "joined": (lambda: dying(JoinedTarget, "__init__", after=True), 1, False),
     "planned": (lambda: dying(PartWriter, "plan", after=True), 1, False),
     "flushing": (lambda: dying(FileSink, "close"), 1, False),
+    "telling-chunks": (lambda: dying(Comm, "collect"), 1, False),
+    "waiting": (lambda: dying(Comm, "collect", after=True), 1, True),
 }
 BACKGROUND_PHASES: dict[str, Phase] = {
+    "apart-copied": (lambda: dying(background, "stage", after=True), 0, False),
     "apart-joined": (lambda: dying(Mailbox, "__init__", after=True), 1, False),
     "apart-telling": (lambda: dying(Mailbox, "leave"), 1, False),
     "apart-told": (lambda: dying(Mailbox, "leave", after=True), 1, True),
@@ -166,9 +180,13 @@ BACKGROUND_PHASES: dict[str, Phase] = {
     "apart-committed": (lambda: dying(LocalTarget, "commit", after=True), 0, True),
 }
 LOAD_PHASES: dict[str, Phase] = {
+    "agreeing-to-load": (lambda: dying(Comm, "check_agreement"), 0, False),
     "opening": (lambda: dying(LocalStorage, "__init__", after=True), 1, False),
     "comparing": (lambda: dying(Loading, "check"), 0, False),
     "made": (lambda: dying(Loading, "prepare", after=True), 1, False),
+    "finding-others": (lambda: dying(shared_reads, "find_alike"), 0, False),
+    "sharing-out": (lambda: dying(shared_reads, "read"), 1, False),
+    "read": (lambda: dying(shared_reads, "mark_changed"), 0, False),
     "ending": (lambda: dying(Checkpoint, "close"), 0, False),
     "placing": (lambda: dying(Loading, "run"), 1, False),
 }
@@ -177,7 +195,7 @@ PHASES = {**SAVE_PHASES, **BACKGROUND_PHASES, **LOAD_PHASES}
 
 def die_in_pairs(folder: str) -> str | None:
     """Be one of a pair, one of which dies in a phase; return what the other is told."""
-    contact._PATIENCE_S = PATIENCE_S
+    be_quick()
     rank = distributed.get_rank()
     pairs = [distributed.new_group([2 * one, 2 * one + 1]) for one in range(len(PHASES))]
     phase, group = list(PHASES)[rank // 2], pairs[rank // 2]
@@ -217,10 +235,10 @@ def leftovers(folder: Path) -> list[Path]:
     ("phase", "dead", "world_size"),
     [
         ("looking", 1, 2),
-        ("writing", 1, 3),
+        ("writing", 1, 4),
         ("writing", 0, 2),
         ("written", 1, 2),
-        ("committing", 0, 3),
+        ("committing", 0, 4),
         ("committed", 0, 2),
     ],
 )
@@ -252,7 +270,8 @@ def test_a_rank_that_is_killed_in_any_phase_is_named_to_the_other_and_nothing_is
         for pair, (phase, (_, dead, _)) in enumerate(PHASES.items())
     }
     otherwise = dict.fromkeys(BACKGROUND_PHASES, "rank_failed") | {
-        "apart-joined": "ranks_absent",  # in the call, where ranks still talk to each other
+        "apart-copied": "ranks_absent",  # in the call, where ranks still talk to each other
+        "apart-joined": "ranks_absent",
         "apart-told": None,  # its part is there
         "ending": None,  # nobody waits for it any more
     }
@@ -267,7 +286,7 @@ def test_a_rank_that_is_killed_in_any_phase_is_named_to_the_other_and_nothing_is
 
 @pytest.mark.parametrize(
     ("phase", "dead", "world_size"),
-    [("looking", 1, 2), ("reading", 0, 2), ("passing-on", 1, 3)],
+    [("looking", 1, 2), ("reading", 0, 2), ("passing-on", 2, 4), ("passing-on-to-some", 1, 4)],
 )
 def test_a_rank_that_is_killed_while_it_loads_is_missed_by_others(
     launcher, tmp_path, phase, dead, world_size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import dsdformat.torch as dsd
 from dsdformat.errors import DsdError
 from dsdformat.torch.broadcast import fill_from_first
 from dsdformat.torch.compat import default_store
@@ -390,17 +392,21 @@ def test_states_of_two_ranks_go_to_one_and_back(ranks):
             assert_same(groups_of(found[1]), groups_of(optim))
 
 
-def resumed(states: Any) -> Any:
-    """Set a state or train; then read all, and train on."""
+def resumed(states: Any, path: str, way: str) -> Any:
+    """Train and save, or take the state or what was saved; then read all, and train on."""
     model = build("fsdp1-3-flat", Pads)
     optimizer = adamw(model)
-    if states:
+    both = {"model": model, "optimizer": optimizer}
+    if way == "trained":
+        train(model, optimizer, 3)
+        dsd.save(path, both)
+    elif way == "saved":
+        dsd.load(path, both)
+    else:
         weights, optim = states
         set_state_dict(
             model, optimizer, model_state_dict=weights, optim_state_dict=optim, options=FULL
         )
-    else:
-        train(model, optimizer, 3)
     found = copy.deepcopy(get_state_dict(model, optimizer, options=FULL))
     losses = []
     for step in range(5):
@@ -409,11 +415,21 @@ def resumed(states: Any) -> Any:
     return found, losses
 
 
-def test_a_training_with_padded_flat_parameters_goes_on_with_fewer_and_with_more_ranks(ranks):
+def resumed_both_ways(states: Any, path: str) -> list[Any]:
+    return [resumed(states, path, way) for way in ("given", "saved")]
+
+
+def test_a_training_with_padded_flat_parameters_goes_on_with_fewer_and_with_more_ranks(
+    ranks, tmp_path
+):
+    """B052: from a whole state, and from a checkpoint of which each rank reads its shards."""
     torch.manual_seed(0)
-    states, losses = ranks(3)(resumed, None)[0]
+    path = str(tmp_path / "saved" / "ck")
+    states, losses = ranks(3)(resumed, None, path, "trained")[0]
     for world_size in (2, 4):
-        for found, its_losses in ranks(world_size)(resumed, states):
+        for found, its_losses in itertools.chain(
+            *ranks(world_size)(resumed_both_ways, states, path)
+        ):
             assert_same(found[0], states[0])
             assert_same(found[1], states[1])
             assert its_losses == pytest.approx(losses, rel=1e-5)

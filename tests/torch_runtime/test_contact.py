@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -101,6 +102,102 @@ def test_a_store_that_does_not_answer_is_not_waited_for(store, monkeypatch):
     monkeypatch.setattr(contact, "_ANSWER_S", 0.05)
     assert contact.find_silent((0, 1), 0) == []
     over.set()
+
+
+class Work:
+    """A collective that ends, or fails, when it is waited for the n-th time."""
+
+    def __init__(
+        self, waits: float, error: str = "", pause: Callable[[], object] = lambda: None
+    ) -> None:
+        self.left, self.error, self.pause = waits, error, pause
+
+    def is_completed(self) -> bool:
+        return self.left <= 0
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        self.left -= 1
+        if not self.is_completed():
+            self.pause()
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+@pytest.fixture
+def looking(store, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(contact, "_LOOK_S", 0.001)
+    return store
+
+
+@pytest.mark.parametrize("waits", [1, 2, 50])
+def test_a_collective_is_waited_for_until_it_ends(looking, waits):
+    contact.finish(Work(waits), (0, 1, 2))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        contact.finish(Work(waits, "Connection closed by peer"), (0, 1, 2))
+
+
+class Message:
+    """One that is waited for without a limit."""
+
+    def __init__(self, error: str = "", never: threading.Event | None = None) -> None:
+        self.error, self.never = error, never
+
+    def wait(self) -> None:
+        if self.never is not None:
+            self.never.wait()
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_messages_are_waited_for_until_they_end(looking):
+    contact.finish_messages([Message(), Message()], (0, 1, 2))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        contact.finish_messages([Message(), Message("Connection closed by peer")], (0, 1, 2))
+
+
+def test_a_mark_of_another_ends_the_wait(looking):
+    looking.add(contact._key((0, 1, 2), "g"), 1)
+    with pytest.raises(RuntimeError, match="another rank that waits with this one has lost"):
+        contact.finish(Work(float("inf")), (0, 1, 2), "g")
+    never = threading.Event()
+    with pytest.raises(RuntimeError, match="another rank that waits with this one has lost"):
+        contact.finish_messages([Message(never=never)], (0, 1, 2), "g")
+    never.set()
+
+
+def test_marks_of_all_and_of_other_groups_end_no_wait(looking, monkeypatch):
+    looked = threading.Semaphore(1)  # for the first wait, after which a lookout begins
+
+    class Seen:
+        def check(self, keys: list[str]) -> bool:
+            looked.release()
+            return looking.check(keys)
+
+        def add(self, key: str, number: int) -> int:
+            return looking.add(key, number)
+
+    monkeypatch.setattr(contact, "default_store", Seen)
+    looking.add(contact._key((0, 1, 2), ""), 3)
+    looking.add(contact._key((0, 1), ""), 1)
+    looking.add(contact._key((0, 1, 2), "other"), 1)
+    contact.finish(Work(9, pause=looked.acquire), (0, 1, 2))
+
+
+def test_a_store_that_is_gone_or_does_not_answer_ends_no_wait(looking, monkeypatch):
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Connection reset by peer")
+
+    class Hanging:
+        def check(self, keys: list[str]) -> bool:
+            return ended.wait()
+
+    ended = threading.Event()
+    for kind in (Gone, Hanging):
+        monkeypatch.setattr(contact, "default_store", kind)
+        contact.finish(Work(50), (0, 1))
+    ended.set()
 
 
 @pytest.mark.parametrize(
