@@ -224,16 +224,15 @@ class BlockReader:
         held = self._spare.pop() if self._spare else bytearray(max(nbytes, _BATCH_MAX))
         buffer = memoryview(held)[:nbytes]
         self._fill(ranges.file[last], begin, buffer)
-        places = [(ranges.byte_offset[row] - begin, ranges.stored_nbytes[row]) for row in rows]
-        pieces = [buffer[at : at + length] for at, length in places]
+        at, lengths = ranges.byte_offset, ranges.stored_nbytes
+        pieces = [buffer[(start := at[row] - begin) : start + lengths[row]] for row in rows]
         raw = [index for index, row in enumerate(rows) if chunks.codec[ranges.chunk[row]] == RAW]
         if plan.verify:
             self._compare_small(plan, [rows[one] for one in raw], [pieces[one] for one in raw])
         for index in set(range(len(rows))).difference(raw):
             block = self._block_of(plan, rows[index])
             pieces[index] = self._decode(block, pieces[index], verify=plan.verify)
-        for row, data in zip(rows, pieces, strict=True):
-            _hand_out_row(plan, into, row, data)
+        _hand_out_rows(plan, into, rows, pieces)
         if len(held) == _BATCH_MAX:
             self._spare.append(held)
 
@@ -249,17 +248,15 @@ class BlockReader:
 
     def _digests_of(self, plan: LoadPlan, rows: Sequence[int]) -> Iterator[bytes]:
         """Give the digests of blocks: neighbours in a file are so in the table too (R-9.13)."""
-        numbers = [self._digest_row(plan, row) for row in rows]
+        blocks, chunk_of, starts = plan.chunks.first_block, plan.ranges.chunk, plan.ranges.start
+        size = self._body.block_nbytes
+        numbers = [blocks[chunk_of[row]] + starts[row] // size for row in rows]
         first, last = min(numbers, default=0), max(numbers, default=0)
         near = last - first < 2 * len(rows)
         table = self._columns.digests(first, last - first + 1) if near else b""
         for number in numbers:
             at = DIGEST_NBYTES * (number - first)
             yield table[at : at + DIGEST_NBYTES] if near else self._columns.digests(number, 1)
-
-    def _digest_row(self, plan: LoadPlan, row: int) -> int:
-        number = plan.ranges.start[row] // self._body.block_nbytes
-        return plan.chunks.first_block[plan.ranges.chunk[row]] + number
 
     def _read_runs(self, block: _Block, copy: Copy, into: memoryview) -> None:
         """Read runs that are far apart one by one, and nothing in between."""
@@ -395,17 +392,24 @@ def _target_of(straight: _Taker, start: int, nbytes: int) -> memoryview:
     return into[at : at + nbytes]
 
 
-def _hand_out_row(plan: LoadPlan, into: Sequence[memoryview], row: int, data: memoryview) -> None:
-    """Hand out a small range; most have one taker, of one run."""
-    chunk, start, copies = plan.ranges.chunk[row], plan.ranges.start[row], plan.copies
-    one = plan.chunks.first_copy[chunk]
-    if plan.chunks.copies[chunk] > 1 or one in plan.many:
-        _hand_out(data, start, _takers(plan, into, row))
-        return
-    src = copies.src[one]
-    low, high = max(src, start), min(src + copies.run[one], start + len(data))
-    at = copies.dst[one] - src
-    into[copies.wanted[one]][at + low : at + high] = data[low - start : high - start]
+def _hand_out_rows(
+    plan: LoadPlan, into: Sequence[memoryview], rows: Sequence[int], pieces: Sequence[memoryview]
+) -> None:
+    """Hand out small ranges; most have one taker, of one run."""
+    chunk_of, starts, wanted = plan.ranges.chunk, plan.ranges.start, plan.copies.wanted
+    takers, first_copy = plan.chunks.copies, plan.chunks.first_copy
+    sources, places, runs = plan.copies.src, plan.copies.dst, plan.copies.run
+    for row, data in zip(rows, pieces, strict=True):
+        chunk, start = chunk_of[row], starts[row]
+        one = first_copy[chunk]
+        if takers[chunk] > 1 or one in plan.many:
+            _hand_out(data, start, _takers(plan, into, row))
+            continue
+        src, end = sources[one], start + len(data)
+        low, high = max(src, start), min(src + runs[one], end)
+        at = places[one] - src
+        part = data if (low, high) == (start, end) else data[low - start : high - start]
+        into[wanted[one]][at + low : at + high] = part
 
 
 def _hand_out(data: memoryview, start: int, takers: Iterable[_Taker]) -> None:

@@ -6,6 +6,7 @@ a box.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from dsdformat.errors import ArgumentError
 
-__all__ = ["Box", "cut_dims", "flat_boxes", "is_tiling", "row_boxes", "whole"]
+__all__ = ["Box", "cut_dims", "flat_boxes", "is_tiling", "row_boxes", "whole", "whole_box"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,12 @@ class Box:
 def whole(shape: Sequence[int]) -> Box:
     """Return the box that covers a tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Return `whole`, mostly as an object that is there: a model has many tensors of few shapes."""
+    return whole(shape)
 
 
 def cut_dims(shape: Sequence[int], boxes: Sequence[Box]) -> list[int]:

@@ -7,6 +7,7 @@ holds a bounded number of blocks, whatever the size of a tensor.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ class ChunkJob:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.nbytes = self.box.numel * self.dtype.itemsize
+        self.nbytes = math.prod(self.box.shape) * self.dtype.itemsize
 
     @property
     def name(self) -> str:
@@ -170,7 +171,7 @@ def plan_files(
             plan.header_nbytes = header_nbytes(len(text))
             if plan.header_nbytes > header_max:
                 raise _too_long(plan, header_max)
-            if all(job.codec == RAW for job in piece):
+            if {job.codec for job in piece} == {RAW}:
                 plan.header = text
             _place_raw(plan)
             plans.append(plan)

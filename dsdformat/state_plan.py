@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from dsdformat.datafiles import ChunkJob
 from dsdformat.errors import ArgumentError, shorten
 from dsdformat.format.codecs import CODECS, PLANES, RAW, ZSTD
+from dsdformat.format.dtypes import Dtype
 from dsdformat.format.manifest import Mesh
 from dsdformat.format.paths import emit_name
 from dsdformat.format.values import Encoded, Leaf, TensorRef, encode, encoded_key
@@ -73,6 +74,7 @@ class _Planner:
         self._numbers: dict[int, int] = {}
         self._sources: list[TensorSource] = []
         self._meshes: dict[int, tuple[Mesh, bool]] = {}
+        self._codecs: dict[tuple[str, str], int] = {}  # those that were looked at
 
     def leaf(self, value: Any, path: Sequence[Any]) -> Any:
         """Return a reference to the tensor that a value is, or what `adapt` makes of it."""
@@ -80,7 +82,7 @@ class _Planner:
             value = NotImplemented if self._adapt is None else self._adapt(value, path)
             if not isinstance(value, _TENSORS):
                 return value
-        source = source_of(value)
+        source = value if type(value) is TensorSource else source_of(value)
         number = self._numbers.get(id(source))
         if number is None:
             number = self._numbers[id(source)] = len(self.tensors)
@@ -105,7 +107,7 @@ class _Planner:
         for box, data in chunks:
             if 0 in box.shape and not (empty and box.shape == shape):
                 continue
-            codec = RAW if empty else self._codec_number(source, path)
+            codec = RAW if empty else self._codec_number(source, row, path)
             self.jobs.append(ChunkJob(number, path, row, shape, box, codec, data))
 
     def _is_beyond(self, mesh: Mesh) -> bool:
@@ -115,11 +117,17 @@ class _Planner:
             self._meshes[id(mesh)] = mesh, beyond
         return self._meshes[id(mesh)][1]
 
-    def _codec_number(self, source: TensorSource, path: tuple[Any, ...]) -> int:
+    def _codec_number(self, source: TensorSource, row: Dtype, path: tuple[Any, ...]) -> int:
         choice: Any = source.codec
         if choice is None:
             codec = self._codec
             choice = codec(emit_name(path, encoded_key)) if callable(codec) else codec
+        known = self._codecs.get((choice, row.name)) if type(choice) is str else None
+        if known is None:
+            known = self._codecs[choice, row.name] = self._checked_codec(choice, row)
+        return known
+
+    def _checked_codec(self, choice: Any, row: Dtype) -> int:
         if not isinstance(choice, str) or choice not in _CODEC_NUMBERS:
             raise ArgumentError(
                 f"{shorten(choice)} is not a codec",
@@ -128,4 +136,4 @@ class _Planner:
             )
         number = _CODEC_NUMBERS[choice]
         # One plane of a one-byte dtype is the block itself.
-        return ZSTD if number == PLANES and source.row.itemsize == 1 else number
+        return ZSTD if number == PLANES and row.itemsize == 1 else number

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -14,9 +15,9 @@ from dsdformat.blocks import BlockReader
 from dsdformat.boxes import Box, flat_boxes, whole
 from dsdformat.errors import ArgumentError, Problem, raise_problems, shorten
 from dsdformat.format.bodies import find_body_problems
-from dsdformat.format.checks import TensorRow, check_tensor, find_prefix_problem, find_whole
+from dsdformat.format.checks import TensorRow, check_tensor, find_prefix_problem, find_wholes
 from dsdformat.format.codecs import RAW
-from dsdformat.format.decoding import Tree, decode_tree
+from dsdformat.format.decoding import CHECK, Tree, decode_tree
 from dsdformat.format.digests import DIGEST_NBYTES, digest, tensor_content_digest
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.manifest import Body, Columns, parse_body
@@ -62,7 +63,7 @@ class TensorTable:
         self.manifest = ManifestFile(storage, expected_root=expected_root)
         with paused_gc():
             raw = self._parse_body()
-            self.decoded: Tree = decode_tree(raw["tree"])
+            self.decoded: Tree = decode_tree(raw["tree"], CHECK)
         raise_problems([*find_body_problems(raw), *self.decoded.problems])
         self.body: Body = parse_body(raw)
         if check_pages:
@@ -142,12 +143,14 @@ class TensorTable:
         self, boxes: Sequence[Sequence[Wanted]], wanted: bool, bound: float | None
     ) -> list[LoadPlan]:
         planners = [LoadPlanner(self.body.block_nbytes, verify=wanted, bound=bound) for _ in boxes]
-        lists: list[dict[int, list[tuple[int, Wanted]]]] = [{} for _ in boxes]
-        for some, by_tensor in zip(boxes, lists, strict=True):
-            for pair in enumerate(some):
-                by_tensor.setdefault(pair[1].tensor, []).append(pair)
+        rest = [list(enumerate(some)) for some in boxes]
         if len(planners) == 1:
-            planners[0].add_whole(self._plan_whole(lists[0]))
+            found, rest[0] = self._part_whole(rest[0])
+            planners[0].add_whole(found)
+        lists: list[dict[int, list[tuple[int, Wanted]]]] = [{} for _ in boxes]
+        for some, by_tensor in zip(rest, lists, strict=True):
+            for pair in some:
+                by_tensor.setdefault(pair[1].tensor, []).append(pair)
         for index in sorted(set().union(*lists)):
             if not 0 <= index < len(self):
                 raise ArgumentError(f"there is no tensor {index}", code="bad_argument")
@@ -160,26 +163,35 @@ class TensorTable:
                 planner.add(index, table, pairs)
         return [planner.finish() for planner in planners]
 
-    def _plan_whole(self, wanted: dict[int, list[tuple[int, Wanted]]]) -> Iterator[WholeChunk]:
-        """List the tensors that are one raw chunk and wanted whole, once; drop them from `wanted`.
+    def _part_whole(
+        self, wanted: list[tuple[int, Wanted]]
+    ) -> tuple[list[WholeChunk], list[tuple[int, Wanted]]]:
+        """Part the tensors that are one raw chunk and wanted whole, once, from all others.
 
-        So are most, and planned one by one they would take four times as long.
+        So are most, and planned one by one they would take many times as long.
         """
         body, columns, paths = self.body, self.columns, self.decoded.paths
-        for index, pairs in list(wanted.items()):
-            number, (_, box, strides) = pairs[0]
-            if len(pairs) > 1 or strides is not None or any(box.offset):
-                continue
-            if not 0 <= index < columns.tensors or box.shape != columns.shape(index):
-                continue
-            found = find_whole(body, columns, index)
-            if found is None:
-                continue
-            file, byte_offset, nbytes, first_block = found
-            if find_prefix_problem(body, paths[index], file, 0, str) is not None:
-                continue  # what is wrong is said where tensors are looked at one by one
-            del wanted[index]
-            yield WholeChunk(number, index, file, byte_offset, nbytes, first_block)
+        shape, count, prefixes = columns.shape, len(self), [file.prefix for file in body.files]
+        times = Counter(one.tensor for _, one in wanted)
+        likely, rest = [], []
+        for pair in wanted:
+            index, box, strides = pair[1]
+            packed = strides is None and times[index] == 1 and 0 <= index < count
+            if packed and box.shape == shape(index) and not any(box.offset):
+                likely.append(pair)
+            else:
+                rest.append(pair)
+        places = find_wholes(body, columns, [one.tensor for _, one in likely])
+        found = []
+        for pair, place in zip(likely, places, strict=True):
+            number, (index, _, _) = pair
+            prefix = prefixes[place[0]] if place is not None else ()
+            path = paths[index]
+            if place is None or len(path) <= len(prefix) or path[: len(prefix)] != prefix:
+                rest.append(pair)  # what is wrong is said where tensors are looked at one by one
+            else:
+                found.append(WholeChunk(number, index, *place))
+        return found, rest
 
     def run(self, plan: LoadPlan, into: Sequence[Any]) -> None:
         """Read what was planned; see `Checkpoint.read_boxes`."""

@@ -29,6 +29,7 @@ __all__ = [
     "find_prefix_problem",
     "find_tiling_fault",
     "find_whole",
+    "find_wholes",
 ]
 
 NameOf = Callable[[int], str]
@@ -97,9 +98,9 @@ def check_tensor(
     Returns:
         The tensor, or None if it has problems; and the problems.
     """
-    row = _find_simple(body, columns, tensor)
-    if row is not None:
-        return row, []
+    place = find_whole(body, columns, tensor)
+    if place is not None:
+        return _simple_row(body, columns, tensor, place), []
     row, problems = _check_row(body, columns, tensor, name_of)
     if row is not None:
         problems += _index_problems(body, columns, row, name_of(tensor))
@@ -150,8 +151,9 @@ def check_columns(
     problems: list[Problem] = []
     indexes: list[Problem] = []
     order: list[StoredChunk] = []
-    for tensor in range(columns.tensors):
-        row = _find_simple(body, columns, tensor)
+    places = find_wholes(body, columns, range(columns.tensors))
+    for tensor, place in enumerate(places):
+        row = None if place is None else _simple_row(body, columns, tensor, place)
         if row is None:
             row, found = _check_row(body, columns, tensor, name_of)
             problems += found
@@ -189,11 +191,10 @@ def _stored_chunks(body: Body, row: TensorRow, tensor: int, first: int) -> Itera
         )
 
 
-def _find_simple(body: Body, columns: Columns, tensor: int) -> TensorRow | None:
-    """Return a tensor whose only chunk is raw, whole and in bounds; None to look closer."""
-    found = find_whole(body, columns, tensor)
-    if found is None:
-        return None
+def _simple_row(
+    body: Body, columns: Columns, tensor: int, found: tuple[int, int, int, int]
+) -> TensorRow:
+    """Return a tensor whose only chunk is raw, whole and in bounds, as `find_whole` has found."""
     shape, (file, at, nbytes, first_block) = columns.shape(tensor), found
     every = Box.of_unsigned((0,) * len(shape), shape)
     place = ChunkPlace(0, every, file, RAW, at, nbytes, nbytes, first_block)
@@ -204,29 +205,42 @@ def _find_simple(body: Body, columns: Columns, tensor: int) -> TensorRow | None:
 def find_whole(body: Body, columns: Columns, tensor: int) -> tuple[int, int, int, int] | None:
     """Return where a tensor lies whose only chunk is raw, whole and in bounds; None for others.
 
-    By far the most common case, and what makes a million tensors bearable: no object is made.
-
     Returns:
         File, byte offset, length, and row of the first digest.
     """
-    number, ndim = columns.dtype[tensor], columns.ndim[tensor]
-    if columns.chunk_count[tensor] != 1 or number >= len(body.dtypes):
-        return None
-    if columns.layout[tensor] > len(body.layouts):
-        return None
-    file, codec, at, first_block, first_frame, box = columns.only_row(tensor)
-    if codec != RAW or first_frame or file >= len(body.files):
-        return None
-    shape = columns.shape(tensor)
-    if box != (0,) * ndim + shape:
-        return None
-    nbytes = math.prod(shape) * DTYPES[body.dtypes[number]].itemsize
-    data = body.files[file]
-    if not 0 < nbytes <= INT63_MAX or at < data.header_nbytes or at + nbytes > data.nbytes:
-        return None
-    if first_block + -(-nbytes // body.block_nbytes) > columns.blocks:
-        return None
-    return file, at, nbytes, first_block
+    return next(find_wholes(body, columns, (tensor,)))
+
+
+def find_wholes(
+    body: Body, columns: Columns, tensors: Iterable[int]
+) -> Iterator[tuple[int, int, int, int] | None]:
+    """Find for some tensors what `find_whole` does.
+
+    By far the most common case, and what makes a million tensors bearable: no object is made, and
+    what is the same for all of them is looked up once.
+    """
+    sizes = [DTYPES[name].itemsize for name in body.dtypes]
+    files, layouts, blocks = body.files, len(body.layouts), columns.blocks
+    dtype, layout, counts = columns.dtype, columns.layout, columns.chunk_count
+    for tensor in tensors:
+        number = dtype[tensor]
+        if counts[tensor] != 1 or number >= len(sizes) or layout[tensor] > layouts:
+            yield None
+            continue
+        file, codec, at, first_block, first_frame, box = columns.only_row(tensor)
+        if codec != RAW or first_frame or file >= len(files):
+            yield None
+            continue
+        shape = columns.shape(tensor)
+        nbytes = math.prod(shape) * sizes[number]
+        data = files[file]
+        good = (
+            box == (0,) * len(shape) + shape
+            and 0 < nbytes <= INT63_MAX
+            and data.header_nbytes <= at <= data.nbytes - nbytes
+            and first_block + -(-nbytes // body.block_nbytes) <= blocks
+        )
+        yield (file, at, nbytes, first_block) if good else None
 
 
 def _reference_problems(

@@ -30,7 +30,7 @@ from dsdformat.format.values import (
 )
 from dsdformat.limits import INT63_MAX, INT_MAX, INT_MIN
 
-__all__ = ["Hooks", "Tree", "decode_tree"]
+__all__ = ["CHECK", "Hooks", "Tree", "decode_tree"]
 
 _DAY_US = 86_400_000_000
 _COMPARED_MAX = 2**18  # pairs of keys
@@ -41,12 +41,21 @@ class Hooks:
     """What inert values become for a framework. Each gets the inert value.
 
     A hook never raises for what it does not know: it returns the inert value.
+
+    Attributes:
+        named, scalar, size, tensor: For each kind of value.
+        bare: For tensors without hints, which most are, by their index; `tensor` if None.
     """
 
     named: Callable[[Named], Any] = lambda value: value
     scalar: Callable[[Scalar], Any] = lambda value: value
     size: Callable[[Size], Any] = lambda value: value
     tensor: Callable[[TensorRef], Any] = lambda value: value
+    bare: Callable[[int], Any] | None = None
+
+
+# For who asks whether a tree is good, and where its tensors are, and makes nothing of it.
+CHECK = Hooks(bare=lambda _: None)
 
 
 class Tree:
@@ -97,6 +106,7 @@ class _Decoder:
     def __init__(self, tree: Tree, hooks: Hooks) -> None:
         self.tree = tree
         self.hooks = hooks
+        self.bare = hooks.bare or (lambda index: hooks.tensor(TensorRef(index)))
         self.path: list[Any] = ["tree"]
         self.in_key = False
 
@@ -132,7 +142,17 @@ class _Decoder:
     def _map(self, raw: dict[str, Any]) -> dict[str, Any]:
         if self.in_key:
             raise _BadValueError("a dict cannot be a key")
-        return {key: self.child(key, item) for key, item in raw.items()}
+        result: dict[str, Any] = {}
+        paths, above = self.tree.paths, tuple(self.path[1:])
+        for key, item in raw.items():
+            # A tensor that is next in order and has no hints: in a third of the time of `_tensor`.
+            next_one = type(item) is list and item == ["tensor", len(paths)]
+            if next_one and type(item[1]) is int:
+                result[key] = self.bare(len(paths))
+                paths.append((*above, key))
+            else:
+                result[key] = self.child(key, item)
+        return result
 
     def _tensor(self, items: list[Any]) -> Any:
         if self.in_key:
@@ -152,7 +172,9 @@ class _Decoder:
             message = f"{place}: tensor {index} is met before tensor {len(tree.paths)}"
             tree.disorder.append(Problem("bad_tensor_reference", message, path=place))
             return None
-        return self.hooks.tensor(TensorRef(index, _hints(attributes) if attributes else ()))
+        if not attributes:
+            return self.bare(index)
+        return self.hooks.tensor(TensorRef(index, _hints(attributes)))
 
     def _key(self, raw: Any) -> Any:
         outer, self.in_key = self.in_key, True

@@ -24,6 +24,8 @@ _NOT_TEXT = frozenset(
     bytes([head]) for head in range(256) if head not in (*range(0xA0, 0xC0), 0xC1, 0xD9, 0xDA, 0xDB)
 )
 _UNSIGNED = frozenset(bytes([head]) for head in (*range(0x80), 0xCC, 0xCD, 0xCE, 0xCF))
+_WIDTHS = {0xCC: (1, 2**7), 0xCD: (2, 2**8), 0xCE: (4, 2**16)}  # of integers, and the least
+_ENTRY_MAX = 2 + 255 + 8 + 5  # bytes of a key and a tensor, as `_read_tensors` reads them
 _packer_options = {"use_bin_type": True, "strict_types": True}
 
 
@@ -91,6 +93,8 @@ class _Parser:
                 if value.left:
                     stack.append(value)
                     frame = value
+                    if frame.keyed:
+                        self._read_tensors(frame)
                     continue
                 value = value.items
             while True:
@@ -109,6 +113,44 @@ class _Parser:
                 value = frame.items
                 stack.pop()
                 frame = stack[-1] if stack else None
+
+    def _read_tensors(self, frame: _Frame) -> None:
+        """Read the first entries of a map while they are tensors: there may be a million.
+
+        No faults are told here. What is not as it should be, what is anything else, the last entry
+        and those at the end of the data are left to who reads any value.
+        """
+        data, items, at, last = self.data, frame.items, self.at, ""
+        end = len(data) - _ENTRY_MAX
+        left = frame.left if len(self.stack) < DEPTH_MAX else 0
+        while left > 1 and at < end:
+            head = data[at]
+            if 0xA0 <= head < 0xC0:
+                start, stop = at + 1, at + head - 0x9F
+            elif head == 0xD9 and data[at + 1] >= 2**5:
+                start, stop = at + 2, at + 2 + data[at + 1]
+            else:
+                break
+            after = stop + 9
+            if data[stop : stop + 8] != _TENSOR:
+                break
+            number = data[stop + 8]
+            if number >= 0x80:
+                width, least = _WIDTHS.get(number, (0, 1))
+                number = int.from_bytes(data[after : after + width], "big")
+                if number < least:
+                    break
+                after += width
+            try:
+                key = data[start:stop].decode()
+            except UnicodeDecodeError:
+                break
+            if key <= last and items:
+                break
+            items[key] = ["tensor", number]
+            last, at, left = key, after, left - 1
+        if items:
+            self.at, frame.left, frame.last_key = at, left, last
 
     def _read_key(self, frame: _Frame) -> None:
         begin = self.at

@@ -86,7 +86,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
         raise UnsupportedValueError(
             "tensors of big-endian machines are not supported", code="unsupported_dtype"
         )
-    nbytes = tensor.numel() * tensor.element_size()
+    nbytes = tensor.nbytes
     if nbytes == 0:
         return memoryview(bytearray())
     if tensor.dtype in _OF_NUMPY:  # in a third of the time

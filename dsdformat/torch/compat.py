@@ -112,6 +112,8 @@ def _has_loader(module: nn.Module) -> bool:
 
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Whether a parameter or buffer of a lazy module has no shape yet."""
+    if type(tensor) in (nn.Parameter, torch.Tensor):  # what follows asks a metaclass
+        return False
     return isinstance(
         tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
     )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dsdformat.torch import fsdp1
+from dsdformat.torch.buffers import OWN_CLASSES
 from dsdformat.torch.comm import Comm, is_distributed
 from dsdformat.torch.compat import is_replicated
 from dsdformat.torch.flat_find import find_flats
@@ -208,4 +209,4 @@ def _is_parameter(tensor: Any) -> bool:
 
 def is_placed(name: str, value: Any) -> bool:
     """Whether an entry is a tensor that is filled, and not handed over."""
-    return is_tensor(value) and not is_extra(name)
+    return (type(value) in OWN_CLASSES or is_tensor(value)) and not is_extra(name)

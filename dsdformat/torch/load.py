@@ -15,6 +15,8 @@ from dsdformat.convert.opening import Paths, open_origin
 from dsdformat.convert.reading import ForeignReader
 from dsdformat.errors import DsdError, MismatchError
 from dsdformat.format.digests import digest as digest_of
+from dsdformat.garbage import paused_gc
+from dsdformat.limits import GIB
 from dsdformat.reader import Checkpoint
 from dsdformat.renaming import renamed
 from dsdformat.selection import Rename
@@ -209,7 +211,7 @@ def load(  # noqa: PLR0913
                 origin.prepare((), verify=verify)
             return _load_plain(origin, tree, options)
     comm = Comm.alone() if alone else Comm(group)
-    with contextlib.ExitStack() as stack:
+    with paused_gc() as resume, contextlib.ExitStack() as stack:
         with comm.together("load"):
             origin = stack.enter_context(contextlib.closing(opened()))
         comm.check_agreement([_named(origin), f"share_reads={share_reads}"], "what is loaded")
@@ -234,6 +236,8 @@ def load(  # noqa: PLR0913
             if isinstance(origin, ForeignReader):
                 origin.prepare(loading.wanted(), verify=verify, part=comm.rank, of=comm.world_size)
         loading.prepare()
+        if not _is_short(origin):
+            resume()
         return loading.run(comm, share_reads=share_reads)
 
 
@@ -241,6 +245,14 @@ def _open_settled(path: Paths, **options: Any) -> Checkpoint | ForeignReader:
     """Open what is loaded, once a save to it has ended that is in flight."""
     settle(path)
     return open_origin(path, **options)
+
+
+def _is_short(origin: Checkpoint | ForeignReader) -> bool:
+    """Whether all of it is read within about a second, so that garbage can wait for the end.
+
+    What is made for a load is garbage by then, and would be walked after each step of it.
+    """
+    return isinstance(origin, Checkpoint) and sum(origin.data_files.values()) <= GIB
 
 
 def _named(origin: Checkpoint | ForeignReader) -> str:

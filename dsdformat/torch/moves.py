@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsdformat.boxes import Box, row_boxes
+from dsdformat.boxes import Box, row_boxes, whole_box
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.garbage import paused_gc
 from dsdformat.limits import MIB
@@ -33,9 +33,10 @@ __all__ = [
 ]
 
 GROUP_NBYTES = 32 * MIB
+_Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen, which would take four times as long to make
 class Move:
     """A tensor, or a box of one, to be read.
 
@@ -44,24 +45,25 @@ class Move:
         stored: Its dtype there.
         into: A strided tensor of the box's shape, on any device.
         place: The box, in elements of the tensor.
+        is_plain: Whether `into` is known to be a block of host memory, row-major, of that dtype.
     """
 
     index: int
     stored: torch.dtype
     into: torch.Tensor
     place: Box
+    is_plain: bool = False
 
     @classmethod
     def of_all(cls, index: int, stored: torch.dtype, into: torch.Tensor) -> Move:
         """Read all of a tensor."""
-        shape = tuple(into.shape)
-        return cls(index, stored, into, Box.of_unsigned((0,) * len(shape), shape))
+        return cls(index, stored, into, whole_box(tuple(into.shape)))
 
     @property
     def is_straight(self) -> bool:
         """Whether the file's elements are those of the destination, in memory of the host."""
         into = self.into
-        return (
+        return self.is_plain or (
             self.stored == into.dtype
             and into.is_cpu
             and not into.is_conj()
@@ -75,13 +77,13 @@ class Move:
         return self.into.numel() * self.stored.itemsize
 
     @property
-    def key(self) -> tuple[int, Box, torch.dtype]:
+    def key(self) -> _Key:
         """What is equal for moves that give the same bits."""
-        return self.index, self.place, self.into.dtype
+        return self.index, self.place.offset, self.place.shape, self.into.dtype
 
     def wanted(self) -> Wanted:
         """What is read if the destination is straight."""
-        if self.into.is_contiguous():
+        if self.is_plain or self.into.is_contiguous():
             return Wanted(self.index, self.place)
         width = self.stored.itemsize
         return Wanted(self.index, self.place, tuple(step * width for step in self.into.stride()))
@@ -109,7 +111,9 @@ def fill(checkpoint: Origin, moves: Sequence[Move]) -> None:
 
 def distinct(moves: Sequence[Move]) -> list[Move]:
     """Leave out what has the key of another one; of several, one that is straight stays."""
-    first: dict[tuple[int, Box, torch.dtype], Move] = {}
+    if len({move.index for move in moves}) == len(moves):  # mostly
+        return list(moves)
+    first: dict[_Key, Move] = {}
     for move in moves:
         known = first.setdefault(move.key, move)
         if known is not move and move.is_straight and not known.is_straight:
@@ -126,7 +130,9 @@ def read(checkpoint: Origin, moves: Sequence[Move]) -> None:
     if straight:
         with paused_gc():
             plan = checkpoint.plan_boxes([move.wanted() for move in straight])
-            places = [_memory(move.into) for move in straight]
+            places = [
+                bytes_of(move.into) if move.is_plain else _memory(move.into) for move in straight
+            ]
         checkpoint.read_boxes(plan, places)
     _fill_staged(checkpoint, staged)
 

@@ -93,7 +93,13 @@ class Namer:
 
         Ranks: see `fsdp1.find_units`.
         """
-        self._owners = list(_owners(state, (), units_of))
+        self._state = state
+        self._units = {id(module): units_of(module) for module in modules_in(state)}
+
+    @functools.cached_property
+    def _owners(self) -> list[_Owner]:
+        """The leaves with names; looked for where there are optimizers."""
+        return list(_owners(self._state, (), lambda module: self._units[id(module)]))
 
     def names_of(
         self, optimizers: Sequence[torch.optim.Optimizer], place: Sequence[Any]

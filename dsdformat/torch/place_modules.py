@@ -5,6 +5,7 @@ What a module's state dict holds beside its own tensors is handed to its `load_s
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,14 +46,10 @@ class _Placement:
 
     def run(self, modules: Sequence[nn.Module]) -> None:
         parts = [(live, _live_entries(live)) for live in map(LiveModel, modules)]
-        first: dict[str, Any] = {}
+        if len(parts) > 1:
+            self._check_apart(parts)
         for model, entries in parts:
             for _, name, value in entries:
-                if first.setdefault(name, value) is not value and len(parts) > 1:
-                    place = render_path([*self.path, name])
-                    raise MismatchError(
-                        f"{place}: two parts of the model have this name", code="state_conflict"
-                    )
                 self.wanted.add(name)
                 if is_placed(name, value):
                     self.tied.setdefault(id(value), []).append(name)
@@ -69,11 +66,27 @@ class _Placement:
             self._find_uninitialized(module)
             self._check_flats(module)
 
+    def _check_apart(self, parts: Sequence[tuple[LiveModel, Sequence[Entry]]]) -> None:
+        """Check that parts of a model that have one name have one tensor there.
+
+        Raises:
+            MismatchError: `state_conflict`.
+        """
+        first: dict[str, Any] = {}
+        for _, entries in parts:
+            for _, name, value in entries:
+                if first.setdefault(name, value) is not value:
+                    place = render_path([*self.path, name])
+                    raise MismatchError(
+                        f"{place}: two parts of the model have this name", code="state_conflict"
+                    )
+
     def _place(self, model: LiveModel, entries: Sequence[Entry]) -> None:
         live: dict[str, Any] = {}
         new: dict[str, tuple[Any, Path]] = {}
+        everything = self.plan.selection.everything
         for key, name, value in entries:
-            if not self._is_selected(name):
+            if not everything and not self._is_selected(name):
                 continue
             if is_placed(name, value):
                 if id(value) not in self.fits:
@@ -98,6 +111,10 @@ class _Placement:
 
     def _place_tensor(self, tensor: Any) -> bool:
         names = self.tied[id(tensor)]
+        if len(names) == 1 and self.plan.selection.everything:
+            full = functools.partial(self._full, names[0])
+            if self.plan.place_plain(self.stored.get(names[0]), tensor, full):
+                return True
         found = [name for name in names if name in self.stored and self._is_selected(name)]
         if not found:
             self.plan.report.missing.append(self._full(names[0]))
@@ -169,9 +186,12 @@ class _Placement:
 
 def _live_entries(model: LiveModel) -> list[Entry]:
     """List the entries of a model; on meta, only the model's own tensors can get content."""
+    entries = model.entries()
+    if not any(_is_meta(value) for _, _, value in entries):
+        return entries
     return [
         (key, name, model.tensors.get(name, value) if _is_meta(value) else value)
-        for key, name, value in model.entries()
+        for key, name, value in entries
     ]
 
 

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsdformat.boxes import whole_box
 from dsdformat.errors import shorten
 from dsdformat.selection import Selection
 from dsdformat.torch.buffers import as_bits, empty, memory_order, overlaps_itself
 from dsdformat.torch.builder import Builder, Form, stored_dtype
 from dsdformat.torch.comm import global_rank
 from dsdformat.torch.compat import swap_content
-from dsdformat.torch.composites import find_kind, inner_tensors, take_apart
-from dsdformat.torch.dtypes import dtype_name
+from dsdformat.torch.composites import find_kind, inner_tensors, plain_address, take_apart
+from dsdformat.torch.dtypes import dtype_name, torch_dtype
 from dsdformat.torch.memory import Memory
 from dsdformat.torch.moves import Move, can_cast
 from dsdformat.torch.redistribute import materialized
@@ -27,6 +28,10 @@ from dsdformat.torch.sharding import held_view, is_dtensor, is_spread, local_of,
 from dsdformat.torch.stored import Composite, Path, Stored, as_tensor, describe, display, leaves
 
 __all__ = ["Plan", "moves_into", "replace_content", "same_content"]
+
+# A display name, or what makes it when somebody asks.
+_Name = str | Callable[[], str]
+_HOST = torch.device("cpu")
 
 
 class Plan:
@@ -63,7 +68,7 @@ class Plan:
         self._device = device
         self._moves: list[Move] = []
         self.refused: set[int] = set()  # ids of live tensors that differ
-        self._placed: dict[Any, tuple[Stored, str]] = {}  # memory -> what it gets, and as which
+        self._placed: dict[Any, tuple[Stored, _Name]] = {}  # memory -> what it gets, and as which
         self._fills: list[tuple[torch.Tensor, Stored, Form]] = []  # meta tensors, and their content
         self._devices: dict[int, torch.device] = {}  # of meta tensors, by id
         self._shards: list[tuple[Any, Stored, torch.device]] = []  # DTensors on meta
@@ -87,6 +92,32 @@ class Plan:
             self.refused.add(id(live))
         return fits
 
+    def place_plain(self, stored: Any, live: Any, name: Callable[[], str]) -> bool:
+        """Plan as `place` what is plain, alike, and in memory that nothing else is read into.
+
+        Most is, and takes a fifth of the time.
+
+        Args:
+            stored, live: As in `place`.
+            name: Gives the display name.
+
+        Returns:
+            False for anything else: nothing was planned, and `place` says what it is.
+        """
+        address = plain_address(live) if type(stored) is Stored else 0
+        if not address:
+            return False
+        entry = stored.entry
+        shape, dtype = entry.shape, torch_dtype(entry.dtype)
+        if dtype is None or dtype is not live.dtype or shape != live.shape:
+            return False
+        record = stored, name
+        if self._placed.setdefault((address, _HOST, shape, None, dtype), record) is not record:
+            return False
+        self.memory.assign(live, entry.index)
+        self._moves.append(Move(entry.index, dtype, live, whole_box(shape), is_plain=True))
+        return True
+
     def _place(self, stored: Any, live: Any, name: str, *, cast: bool) -> bool:
         kind = None if is_spread(live) else find_kind(live)
         if kind is not None or type(stored) is Composite:
@@ -100,11 +131,10 @@ class Plan:
             found, wanted = stored.entry.dtype, dtype_name(live.dtype)
             return self.mismatch(name, "dtype", found, wanted, castable=cast)
         local = local_of(live)
-        first, known = self._placed.setdefault(_memory_of(live, local), (stored, name))
-        if known != name:
-            same = same_content(first, stored)
-            tie = f"other data than {known}", f"the same as {known}"
-            return same or self.mismatch(name, "tie", *tie)
+        record = stored, name
+        first = self._placed.setdefault(_memory_of(live, local), record)
+        if first is not record:
+            return self._is_same(first, stored, name)
         if live.is_meta:
             return self._place_on_meta(stored, live, name)
         if overlaps_itself(local):
@@ -112,6 +142,14 @@ class Plan:
         self.memory.assign(live, stored.index)
         self._moves.extend(moves_into(stored, live))
         return True
+
+    def _is_same(self, first: tuple[Stored, _Name], stored: Stored, name: str) -> bool:
+        """Compare what the same memory gets under two names."""
+        other, known = first
+        if same_content(other, stored):
+            return True
+        known = known if isinstance(known, str) else known()
+        return self.mismatch(name, "tie", f"other data than {known}", f"the same as {known}")
 
     def _dtype_fits(self, stored: Stored, live: Any, name: str, *, cast: bool) -> bool:
         dtype = stored_dtype(stored)
@@ -294,7 +332,8 @@ def _memory_of(live: Any, local: torch.Tensor) -> Any:
     """Return what tensors share that are the same memory seen in the same way."""
     if live.is_meta or local.numel() == 0:
         return id(live)
-    return local.data_ptr(), local.device, tuple(live.shape), local.stride(), local.dtype
+    strides = None if local.is_contiguous() else local.stride()
+    return local.data_ptr(), local.device, tuple(live.shape), strides, local.dtype
 
 
 def same_content(one: Any, other: Any) -> bool:

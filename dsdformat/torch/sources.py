@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from dsdformat.boxes import Box, whole
+from dsdformat.boxes import whole_box
 from dsdformat.errors import DependencyError, UnsupportedValueError
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import Named
 from dsdformat.sources import Reference, TensorSource
-from dsdformat.torch.buffers import Data, bytes_of, data_of, memory_order
+from dsdformat.torch.buffers import bytes_of, data_of, memory_order
 from dsdformat.torch.compat import is_lazy
-from dsdformat.torch.composites import find_kind, is_plain, refusal, take_apart
+from dsdformat.torch.composites import find_kind, plain_address, refusal, take_apart
 from dsdformat.torch.dtypes import find_named, logical_dtype
 from dsdformat.torch.introspect import is_array, local_tensor
 from dsdformat.torch.sharding import FlatShard, held_view
@@ -64,8 +63,9 @@ class Adapter:
 
     def _tensor(self, tensor: torch.Tensor, place: Sequence[Any]) -> Any:
         self._alive.append(tensor)
-        if is_plain(tensor):
-            return self._source(tensor, tensor, bytes_of)
+        address = plain_address(tensor)
+        if address:
+            return self._plain(tensor, address)
         reason = refusal(tensor)
         if is_lazy(tensor):
             reason = "a parameter of a lazy module has no shape yet: call the module once"
@@ -88,25 +88,33 @@ class Adapter:
                 path_in_tree=render_path(place),
                 hint="view it as a dtype of the same width first",
             )
-        order, source = memory_order(local), self._source(local, tensor, data_of)
+        order, source = memory_order(local), self._source(local, tensor)
         return source if order is None else Reference(source, {ORDER: order})
 
-    def _source(
-        self, local: torch.Tensor, tensor: torch.Tensor, data: Callable[[torch.Tensor], Data]
-    ) -> TensorSource:
+    def _plain(self, tensor: torch.Tensor, address: int) -> TensorSource:
+        """Return `_source` of a plain tensor, whose identity has little in it."""
+        shape, name = tuple(tensor.shape), logical_dtype(tensor.dtype)
+        assert name is not None
+        identity = address, _HOST, shape, None, name, (False, False)
+        source = self._sources.get(identity)
+        if source is None:
+            source = TensorSource.of_sound(name, shape, whole_box(shape), bytes_of(tensor))
+            self._sources[identity] = source
+        return source
+
+    def _source(self, local: torch.Tensor, tensor: torch.Tensor) -> TensorSource:
         """Return the source of a tensor, which is that of all that are tied to it.
 
         Args:
             local: What holds the bytes.
             tensor: What the state has.
-            data: Gives the bytes.
         """
         identity = tensor_identity(local, tensor)
         source = self._sources.get(identity)
         if source is None:
             shape, name = tuple(local.shape), logical_dtype(local.dtype)
             assert name is not None
-            source = TensorSource(name, shape, [(_whole_box(shape), data(local))])
+            source = TensorSource(name, shape, [(whole_box(shape), data_of(local))])
             self._sources[identity] = source
             self._alive.append(local)
         return source
@@ -116,11 +124,6 @@ class Adapter:
         self._alive.append(array)
         identity = array_identity(array, source.dtype)
         return Reference(self._sources.setdefault(identity, source), {FLAVOUR: NUMPY})
-
-
-@functools.lru_cache(maxsize=4096)  # a model has many tensors of few shapes
-def _whole_box(shape: tuple[int, ...]) -> Box:
-    return whole(shape)
 
 
 def value_of(value: Any, place: Sequence[Any]) -> Any:

@@ -100,13 +100,21 @@ _NO_HINTS: Mapping[str, Any] = MappingProxyType({})
 
 def read_tree(checkpoint: Origin) -> dict[str, Any]:
     """Return the nested state, with a `Stored` at each tensor and a `Composite` at others."""
-    entries = list(checkpoint)
+    bare = [Stored(entry, _NO_HINTS) for entry in checkpoint]
+    composites: list[Named] = []
 
     def tensor(ref: TensorRef) -> Stored:
-        return Stored(entries[ref.index], dict(ref.attributes) if ref.attributes else _NO_HINTS)
+        one = bare[ref.index]
+        return Stored(one.entry, dict(ref.attributes)) if ref.attributes else one
 
-    raw: dict[str, Any] = checkpoint.tree(replace(VALUES, tensor=tensor))
-    return _composed(raw) if _has_composites(raw) else raw
+    def named(value: Named) -> Any:
+        if value.kind == COMPOSITE:
+            composites.append(value)
+        return named_value(value)
+
+    hooks = replace(VALUES, named=named, tensor=tensor, bare=bare.__getitem__)
+    raw: dict[str, Any] = checkpoint.tree(hooks)
+    return _composed(raw) if composites else raw
 
 
 def named_value(value: Named) -> Any:
@@ -131,10 +139,6 @@ def _is_composite(value: Any) -> bool:
         and value[0].kind == COMPOSITE
         and type(value[1]) is dict
     )
-
-
-def _has_composites(value: Any) -> bool:
-    return _is_composite(value) or any(_has_composites(item) for _, item in find_items(value) or ())
 
 
 def _composed(value: Any) -> Any:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
 from dsdformat.errors import FormatError
+from dsdformat.format import packing
 from dsdformat.format.packing import emit, parse
+from dsdformat.limits import DEPTH_MAX
 
 GOLDEN = [
     pytest.param(None, "c0", id="nil"),
@@ -214,3 +217,48 @@ def test_a_tensor_reference_parses_like_any_array(index):
 def test_a_tensor_reference_with_another_element_parses_too():
     assert parse(bytes.fromhex("92a674656e736f72" + "a161")) == ["tensor", "a"]
     assert parse(bytes.fromhex("93a674656e736f72" + "0081a16100")) == ["tensor", 0, {"a": 0}]
+
+
+# A map of tensors, which is read in a way of its own
+
+
+def map_of_tensors() -> bytes:
+    """A map as a tree has it: keys and numbers of all lengths, and other values among them."""
+    keys = [f"layers.{number:03}.weight{'x' * (number % 40)}" for number in range(300)]
+    keys += ["é" * 20, "z" * 255, "z" * 256]
+    numbers = [0, 127, 128, 255, 256, 65_535, 65_536, 2**32 - 1]
+    tree: dict[str, object] = {
+        key: ["tensor", numbers[place % 8] if place % 3 else place]
+        for place, key in enumerate(sorted(keys))
+    }
+    tree |= {"layers.100.y": 1.5, "layers.200.y": ["tensor", 7, {"flavour": "numpy"}]}
+    return emit({"tree": dict(sorted(tree.items())), "user": {"text": "x" * 300}})
+
+
+def answer(data: bytes) -> object:
+    try:
+        return parse(data)
+    except FormatError as error:
+        return error.code, error.problems[0].byte_offset, error.message
+
+
+@pytest.mark.parametrize("depth", [0, DEPTH_MAX - 4, DEPTH_MAX - 3, DEPTH_MAX - 2])
+def test_a_map_of_tensors_is_read_as_any_other_map(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    data = b"\x91" * depth + map_of_tensors()
+    chance = random.Random(depth)
+    inputs = [data, data[: len(data) // 2]]
+    for _ in range(150):
+        bent = bytearray(data)
+        for _ in range(chance.choice([1, 1, 2])):
+            bent[chance.randrange(depth, len(bent))] = chance.choice(
+                [chance.randrange(256), 0x92, 0xA0, 0xBF, 0xD9, 0xCC, 0xCD, 0xCE, 0xCF]
+            )
+        inputs.append(bytes(bent))
+    found = list(map(answer, inputs))
+    with monkeypatch.context() as patch:
+        patch.setattr(packing._Parser, "_read_tensors", lambda *_: None)
+        assert list(map(answer, inputs)) == found
+    assert isinstance(found[0], tuple) == (depth > DEPTH_MAX - 4)  # nested too deep
+    assert sum(isinstance(one, tuple) for one in found) > 100

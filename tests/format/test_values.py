@@ -208,6 +208,30 @@ def test_hooks_make_what_a_framework_wants_of_inert_values():
     }
 
 
+def test_a_hook_for_tensors_without_hints_gets_all_of_these_by_their_index():
+    hooks = Hooks(tensor=lambda value: value.attributes, bare=lambda index: index)
+    raw = {
+        "a": ["tensor", 0],
+        "b": ["tensor", 1, {"flavour": "numpy"}],
+        "c": ["list", ["tensor", 2], ["tensor", 0]],
+        "d": ["tensor", 1],
+        "e": ["tensor", 3],
+    }
+    tree = decode_tree(raw, hooks)
+    hints = (("flavour", "numpy"),)
+    assert tree.root == {"a": 0, "b": hints, "c": [2, 0], "d": 1, "e": 3}
+    assert tree.paths == [("a",), ("b",), ("c", 0), ("e",)]
+    assert tree.aliases == {0: [("a",), ("c", 1)], 1: [("b",), ("d",)]}
+    assert not tree.problems
+
+
+@pytest.mark.parametrize("index", [True, 0.0, None, "0"], ids=repr)
+def test_an_index_of_another_type_is_none_though_it_is_equal(index):
+    assert [one.code for one in decode_tree({"a": ["tensor", index]}).problems] == ["bad_value"]
+    raw = {"a": ["tensor", 0], "b": ["tensor", index or True]}
+    assert [one.code for one in decode_tree(raw).problems] == ["bad_value"]
+
+
 # What cannot be stored
 
 
