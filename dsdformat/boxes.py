@@ -58,6 +58,13 @@ class Box:
             o + s <= n for o, s, n in zip(self.offset, self.shape, shape, strict=True)
         )
 
+    def cuts(self, other: Box) -> bool:
+        """Whether it has some elements of another box, and not all of them."""
+        if self.offset == other.offset and self.shape == other.shape:
+            return False
+        common = self.intersect(other)
+        return common is not None and common != other
+
     def intersect(self, other: Box) -> Box | None:
         """Return the box that both share, or None if they share no element."""
         low = tuple(map(max, self.offset, other.offset))

@@ -31,7 +31,7 @@ from dsdformat.format.payload import (
 from dsdformat.format.values import encoded_key
 from dsdformat.limits import FILE_CHUNKS_MAX, HEADER_ALIGNMENT, HEADER_NBYTES_MAX
 from dsdformat.sources import Data, bytes_view, is_bytes, iter_blocks
-from dsdformat.storage.base import Buffer, Sink, Target, completed
+from dsdformat.storage.base import Buffer, Sink, Target, all_completed
 from dsdformat.workers import Task, Workers
 
 __all__ = [
@@ -132,6 +132,8 @@ class FilePlan:
     header: bytes | None = None
 
 
+_FLUSHED_AT_ONCE = 8
+
 # Writes data files that are planned and have labels, and fills in where their chunks lie.
 FileWriter = Callable[[Sequence[FilePlan], Target, int, Workers], None]
 
@@ -190,14 +192,16 @@ def _place_raw(plan: FilePlan) -> None:
 def write_files(
     plans: Sequence[FilePlan], target: Target, block_nbytes: int, workers: Workers
 ) -> None:
-    """Write data files one after another, and make each durable; fill in where chunks lie.
+    """Write data files one after another, flush some at once, and fill in where chunks lie.
 
     Memory: two blocks per thread, and none for raw chunks that are buffers.
     """
-    for plan in plans:
-        with completed(target.create(plan.label)) as sink:
-            write_chunks(plan, plan.jobs, sink, block_nbytes, workers)
-            end_file(plan, sink)
+    for first in range(0, len(plans), _FLUSHED_AT_ONCE):
+        with all_completed(workers.run) as sinks:
+            for plan in plans[first : first + _FLUSHED_AT_ONCE]:
+                sinks.append(target.create(plan.label))
+                write_chunks(plan, plan.jobs, sinks[-1], block_nbytes, workers)
+                end_file(plan, sinks[-1])
 
 
 def share_of(plans: Sequence[FilePlan], part: int, of: int) -> list[list[ChunkJob]]:

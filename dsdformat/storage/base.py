@@ -5,11 +5,12 @@ A label is the name of a file in the folder; it was checked before it comes here
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-__all__ = ["Buffer", "Sink", "Storage", "Target", "completed"]
+__all__ = ["Buffer", "Sink", "Storage", "Target", "all_completed", "completed"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -66,6 +67,29 @@ def completed(sink: Sink) -> Iterator[Sink]:
         sink.discard()
         raise
     sink.close()
+
+
+@contextmanager
+def all_completed(run: Callable[[Iterable[Callable[[], None]]], None]) -> Iterator[deque[Sink]]:
+    """Write the files that are added in this block: behind it, all are durable; see `completed`.
+
+    Each flush waits for the disk. At once they wait for much the same.
+
+    Args:
+        run: Carries out tasks, which may be in threads, and raises an exception of one.
+    """
+    sinks: deque[Sink] = deque()
+
+    def close_one() -> None:
+        sinks.popleft().close()
+
+    try:
+        yield sinks
+        run([close_one] * len(sinks))
+    except BaseException:
+        for sink in sinks:
+            sink.discard()
+        raise
 
 
 class Target(Protocol):

@@ -321,6 +321,10 @@ class CommonFiles:
         self, found: Sequence[tuple[Ints, memoryview]], start: int
     ) -> list[tuple[int, int]]:
         """Return which ranges of a chunk are there."""
+        if all(head[0] == _RUN for head, _ in found):  # what rows leave: told by their ends
+            return _joined(
+                sorted((head[2] - start, head[2] + head[3] - start) for head, _ in found)
+            )
         there = np.zeros(CHUNK_NBYTES + 2, np.int8)
         for head, data in found:
             region, _ = self._region(head, data, start, there[1:-1])
@@ -356,6 +360,17 @@ class CommonFiles:
         )
         view = array[begin : begin + around.numel * width].reshape(*around.shape, width)
         return view[where], raw.reshape(*shared.shape, width)
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join ascending ranges where one begins at the end of another."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined
 
 
 def _leading_dims(box: Box, shape: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ import torch
 from dsdformat.plan.sharding import Sharding
 from dsdformat.torch.buffers import Scratch
 from dsdformat.torch.comm import Comm, Pending
+from dsdformat.torch.exchange_memory import exchange_in_memory
 from dsdformat.torch.routes import BUCKET_NBYTES, Piece, Round, Routes, Spread
 
 __all__ = ["exchange", "places", "share"]
@@ -47,8 +48,11 @@ def exchange(
         bucket_nbytes: How many bytes a rank sends or receives at once.
 
     Ranks: collective over the group.
-    Memory: two buckets on a rank that sends all, else less than two.
+    Memory: two buckets on a rank that sends all, else less than two; on one machine as
+        `exchange_in_memory`.
     """
+    if exchange_in_memory(comm, routes, shards, into, bucket_nbytes):
+        return
     # Half a bucket is on its way while the next one is packed, and the one before unpacked.
     scratch = [(Scratch(comm.device), Scratch(comm.device)) for _ in range(2)]
     last: tuple[Round, Pending] | None = None

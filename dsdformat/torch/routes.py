@@ -9,6 +9,7 @@ another the boxes lie one after another, each at a multiple of 16 bytes.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -141,6 +142,17 @@ class Routes:
             for held in self._of(self._source_ids[name], spread.sharding, position, once=True):
                 if held.outer.numel:
                     yield name, held
+
+    def nbytes_of_all(self) -> int:
+        """Return how long all tensors are."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.forms.values())
+
+    def given_nbytes(self, rank: int) -> int:
+        """Return how much a rank gives, sent as often as it is wanted."""
+        given = sum(
+            held.outer.numel * self.forms[name][1].itemsize for name, held in self._given(rank)
+        )
+        return given * self._copies()
 
     def nbytes(self, pieces: Sequence[Piece], target: int | None) -> int:
         """Return how long the buffer of these pieces is, to one rank or to all."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from dsdformat.torch.comm import Comm
 from dsdformat.torch.distribute import distribute
 from dsdformat.torch.gather import gather
 from dsdformat.torch.routes import Routes
-from tests.ranks.counting import counted
+from tests.ranks.counting import counted, watched
 from tests.ranks.layouts import everywhere
 from tests.ranks.shards import (
     DTYPE_IDS,
@@ -186,6 +187,30 @@ def test_tensors_of_all_dtypes_share_buckets(bucket):
     assert {n: local_bits(t) for n, t in into.items()} == {
         n: local_bits(t) for n, t in tensors.items()
     }
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("bucket", [200, 1 << 28])
+@pytest.mark.parametrize("room", [0, 1 << 16], ids=["too-little-memory", "memory"])
+def test_what_goes_through_memory_of_all_ranks_is_the_same(bucket, room):
+    mesh = mesh_of((4,))
+    whole = {name: noise((9, 5), dtype) for name, dtype in zip(DTYPE_IDS, DTYPES, strict=True)}
+    tensors = {name: spread(one, mesh, [Shard(1)]) for name, one in whole.items()}
+    into = {name: blank(one, mesh, [Shard(0)]) for name, one in whole.items()}
+    given = whole if distributed.get_rank() == 0 else None
+    sent: list[int] = []
+    with (
+        mock.patch("dsdformat.torch.exchange_memory.LEAST_NBYTES", 0),
+        mock.patch("dsdformat.torch.exchange_memory.PADDING_NBYTES", room),
+        watched(lambda _, args: sent.append(args[1].nbytes), ("all_to_all_single",)),
+    ):
+        found = gather(tensors, to=2, bucket_nbytes=bucket)
+        broadcast(given, into, bucket_nbytes=bucket)
+    assert_same(found, whole if distributed.get_rank() == 2 else {})
+    for name, one in into.items():
+        assert local_bits(one) == local_bits(cut(whole[name], mesh, [Shard(0)]))
+    # Of long rounds there is more than the elements of tensors: each begins at a multiple of 16.
+    assert any(everywhere(len(sent))) == (room == 0 and bucket > 200)
 
 
 # Memory that is not packed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,8 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 import dsdformat
 import dsdformat.torch as dsd
 from dsdformat.errors import ChecksumError, DistributedError, RankDisagreementError
+from dsdformat.storage.host_memory import HostMemory
 from dsdformat.torch.alike import find_alike
 from dsdformat.torch.comm import Comm
+from dsdformat.torch.common_memory import common_memory
 from tests.ranks.counting import data_reads, reads, watched
 from tests.ranks.layouts import everywhere, joined
 from tests.ranks.shards import mesh_of
@@ -325,10 +329,21 @@ def cut(whole: torch.Tensor, dim: int, into: torch.dtype | None = None) -> Any:
     return made if into is None else torch.zeros_like(made, dtype=into)
 
 
+def carried_by(way: str) -> Any:
+    """Let ranks get their parts of blocks that others have read in this way."""
+    if way == "memory":
+        return nullcontext()
+    return mock.patch("dsdformat.torch.common_memory.HostMemory", side_effect=OSError)
+
+
+WAYS = pytest.mark.parametrize("way", ["memory", "messages"])
+
+
 @pytest.mark.ranks(3)
+@WAYS
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_columns_of_what_was_cut_by_rows_are_read_once(codec):
-    path = shared(f"columns-{codec}")
+def test_columns_of_what_was_cut_by_rows_are_read_once(codec, way):
+    path = shared(f"columns-{codec}-{way}")
     generator = torch.Generator().manual_seed(5)
     wholes = {
         "cast": torch.randn(37, 41, generator=generator),
@@ -339,7 +354,7 @@ def test_columns_of_what_was_cut_by_rows_are_read_once(codec):
     dsd.save(path, {name: cut(one, 0) for name, one in wholes.items()}, codec=codec)
     mine = {name: cut(one, 1, one.dtype) for name, one in wholes.items()}
     mine["cast"] = cut(wholes["cast"], 1, torch.float64)
-    with reads() as noted:
+    with reads() as noted, carried_by(way):
         dsd.load(path, mine, dtype={"cast": torch.float64})
     counts = everywhere(sum(nbytes for _, _, nbytes in data_reads(noted, path)))
     stored = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
@@ -349,8 +364,9 @@ def test_columns_of_what_was_cut_by_rows_are_read_once(codec):
 
 
 @pytest.mark.ranks(3)
-def test_a_damaged_block_that_one_rank_reads_for_all_is_an_error_on_all():
-    path = shared("damaged-columns")
+@WAYS
+def test_a_damaged_block_that_one_rank_reads_for_all_is_an_error_on_all(way):
+    path = shared(f"damaged-columns-{way}")
     whole = torch.arange(4096.0).view(64, 64)
     dsd.save(path, {"w": cut(whole, 0)})
     distributed.barrier()
@@ -361,9 +377,10 @@ def test_a_damaged_block_that_one_rank_reads_for_all_is_an_error_on_all():
             file.seek(chunk.byte_offset + 17)
             file.write(b"\xff")
     distributed.barrier()
-    with pytest.raises(
-        (DistributedError, ChecksumError), match="checksum mismatch.*of w"
-    ) as caught:
+    with (
+        carried_by(way),
+        pytest.raises((DistributedError, ChecksumError), match="checksum mismatch.*of w") as caught,
+    ):
         dsd.load(path, {"w": cut(whole, 1, torch.float32)})
     (failed,) = caught.value.failures.values()
     assert isinstance(failed, ChecksumError)
@@ -371,26 +388,66 @@ def test_a_damaged_block_that_one_rank_reads_for_all_is_an_error_on_all():
 
 
 @pytest.mark.ranks(3)
-def test_blocks_are_sent_in_rounds_of_a_bounded_length():
-    path = shared("rounds")
+@pytest.mark.parametrize("missing", [(), (1,)], ids=["memory", "messages"])
+def test_blocks_are_carried_in_rounds_of_a_bounded_length(missing):
+    path = shared(f"rounds-{missing}")
     whole = torch.arange(60_000.0).view(300, 200)
     dsd.save(path, {f"w{n}": cut(whole + n, 0) for n in range(9)})
     mine = {f"w{n}": cut(whole, 1, torch.float32) for n in range(9)}
     sent: list[int] = []
+    made: list[int] = []
 
     def note(_: str, args: Any) -> None:
         sent.append(args[1].nbytes)
 
+    def make(nbytes: int) -> HostMemory:
+        if distributed.get_rank() in missing:
+            raise OSError
+        made.append(nbytes)
+        return HostMemory(nbytes)
+
     limit = 100_000  # a chunk has 80,000 bytes
     with (
         watched(note, ("all_to_all_single",)),
-        mock.patch("dsdformat.torch.shared_blocks.BUCKET_NBYTES", limit),
+        mock.patch("dsdformat.torch.block_messages.BUCKET_NBYTES", limit),
+        mock.patch("dsdformat.torch.block_memory.ROUND_NBYTES", limit),
+        mock.patch("dsdformat.torch.common_memory.HostMemory", make),
     ):
         dsd.load(path, mine)
     for number in range(9):
         assert_same(mine[f"w{number}"].full_tensor(), whole + number)
+    assert all(nbytes <= 2 * limit + 64_100 for nbytes in made)  # and what is in it
     assert max(sent) <= limit
-    assert sum(sent) >= 2 / 3 * 9 * 80_000
+    if missing:
+        assert sum(sent) >= 2 / 3 * 9 * 80_000
+    else:
+        assert len(made) == 1
+        assert sum(sent) <= 10_000
+
+
+@pytest.mark.ranks(3)
+def test_nothing_is_left_of_memory_that_ranks_share_but_what_they_hold():
+    comm = Comm()
+    before = len(os.listdir("/proc/self/fd"))
+    views = common_memory(comm, 5000 + comm.rank)
+    assert [len(view) for view in views] == [5000, 5001, 5002]
+    views[comm.rank][:1] = bytes([comm.rank + 1])
+    comm.gather_values(None)
+    assert [view[0] for view in views] == [1, 2, 3]
+    comm.gather_values(None)
+    del views
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("strange", ["_machine", "find_memory"])
+def test_ranks_that_do_not_all_see_each_other_share_no_memory(strange):
+    comm = Comm()
+    where = "storage.host_memory" if strange == "_machine" else "torch.common_memory"
+    value = b"another" if strange == "_machine" else None
+    here = mock.patch(f"dsdformat.{where}.{strange}", return_value=value)
+    with here if comm.rank == 1 else nullcontext():
+        assert common_memory(comm, 100) is None
 
 
 @pytest.mark.ranks(3)

@@ -16,6 +16,7 @@ import pytest
 from dsdformat.errors import StorageError
 from dsdformat.limits import MIB
 from dsdformat.storage import sink
+from dsdformat.storage.base import all_completed
 from dsdformat.storage.direct import DirectFile, takes_direct
 from dsdformat.storage.sink import FileSink
 from dsdformat.workers import Workers
@@ -248,3 +249,24 @@ def test_only_file_systems_that_are_known_are_written_past_the_page_cache(tmp_pa
         assert takes_direct(file.fileno()) == bool(kinds & {"ext4", "xfs"})
     with mounts.open("rb") as file:
         assert not takes_direct(file.fileno())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_files_that_are_flushed_together_are_all_closed_when_one_cannot_be(
+    tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with all_completed(Workers(threads).run) as files:
+        files.extend(FileSink(tmp_path / f"good-{number}") for number in range(3))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+    def failing(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with (
+        pytest.raises(StorageError, match=r"bad-\d: "),
+        all_completed(Workers(threads).run) as files,
+    ):
+        files.extend(FileSink(tmp_path / f"bad-{number}") for number in range(5))
+    assert len(os.listdir("/proc/self/fd")) == before
