@@ -568,6 +568,11 @@ def save_two_sections(path: Path, **options: object) -> None:
         writer.add({"optimizer": {"o": TensorSource.of("uint8", (1,), b"a")}})
 
 
+def ordered(events: list[str]) -> list[str]:
+    """Put the flushes of the two data files, which are at work together, in one order."""
+    return [*events[:1], *sorted(events[1:3]), *events[3:]]
+
+
 FILES_FLUSHED = [
     "flush config.json",
     "flush model.safetensors",
@@ -579,7 +584,7 @@ FILES_FLUSHED = [
 
 def test_a_new_checkpoint_is_durable_before_it_has_its_name(tmp_path, events):
     save_two_sections(tmp_path / "c")
-    assert events == [*FILES_FLUSHED, "rename .c.dsd c", f"flush {tmp_path.name}"]
+    assert ordered(events) == [*FILES_FLUSHED, "rename .c.dsd c", f"flush {tmp_path.name}"]
 
 
 def test_a_checkpoint_that_replaces_another_by_two_renames_is_durable_before(
@@ -588,7 +593,7 @@ def test_a_checkpoint_that_replaces_another_by_two_renames_is_durable_before(
     save_folder(tmp_path / "c", "old")
     events.clear()
     save_two_sections(tmp_path / "c", overwrite=True)
-    assert events == [
+    assert ordered(events) == [
         *FILES_FLUSHED,
         "rename c .c.dsd-replaced",
         "rename .c.dsd c",
@@ -605,7 +610,7 @@ def test_a_checkpoint_that_replaces_another_by_an_exchange_is_durable_before(
     save_two_sections(tmp_path / "c", overwrite=True)
     if not any(event.startswith("exchange") for event in events):
         pytest.skip("this file system has no exchange")
-    assert events == [
+    assert ordered(events) == [
         *FILES_FLUSHED,
         "exchange .c.dsd c",
         f"flush {tmp_path.name}",
