@@ -77,7 +77,8 @@ def test_a_contender_gives_a_row_with_sane_figures(case, contender, tmp_path):
     assert 0 < row.call_s <= row.total_s
     assert 0 <= row.peak_nbytes < 256 * MIB
     assert 0 <= row.other <= 1
-    assert all(value > 0 for value in row.columns.values())
+    # What is lost is a difference, and nothing at this size.
+    assert all(value > 0 for name, value in row.columns.items() if name != "lost s")
 
 
 def test_every_case_has_its_baseline_and_no_name_twice():
