@@ -106,7 +106,8 @@ def _carried_changed(part: bytes, rng: random.Random) -> bytes:
     """Change what is carried in the body of a part: counts, layouts, and pieces of the tree."""
     parts = cut(part)
     body = parsed(parts.sections[0].data) if parts is not None and parts.sections else None
-    carried = body.get("extensions", {}).get("part") if isinstance(body, dict) else None
+    extensions = body.get("extensions") if isinstance(body, dict) else None
+    carried = extensions.get("part") if isinstance(extensions, dict) else None
     if parts is None or not isinstance(carried, dict) or not carried:
         return mutated_manifest(part, rng)
     key = rng.choice(sorted(carried))
