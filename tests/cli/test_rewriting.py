@@ -173,7 +173,7 @@ def test_tensors_are_streamed_in_pieces(dsd):
     assert dsd("cast", "large", "new", "--dtype", "bfloat16").code == 0
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 40 * 2**20  # of 48 MiB and 24 MiB
+    assert peak < 44 * 2**20  # of 48 MiB and 24 MiB
     assert dsdformat.numpy.load("new")["w"].sum(dtype="f8") == 12 << 20
 
 

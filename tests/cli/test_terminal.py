@@ -261,7 +261,7 @@ def test_no_array_library_is_loaded_but_for_numbers(run_python, step10, command)
     path = Path(step10).absolute()
     places = {"step-10": path, "new": path.with_name("new")}
     more = [places.get(word, word) for word in command[1:]]
-    done = run_python(LIGHT, "torch,numpy,ml_dtypes,click", command[0], path, *more)
+    done = run_python(LIGHT, "torch,numpy,ml_dtypes", command[0], path, *more)
     assert (done.returncode, done.stderr) == (0, "")
 
 
