@@ -128,7 +128,8 @@ class StatePlacement:
         name: str,
     ) -> dict[Any, Maker]:
         device = self._plan.device_of(parameter)
-        on_device = bool(group.get("capturable") or group.get("fused"))
+        # A load may have put anything there.
+        on_device = any(group.get(flag) is True for flag in ("capturable", "fused"))
         result: dict[Any, Maker] = {}
         for key, value in stored.items():
             if not self.selects((STATE, name, key)):

@@ -296,6 +296,21 @@ def some_junk(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("junk", [pytest.param(JUNK[name], id=name) for name in names])
 
 
+@pytest.mark.parametrize("flag", ["capturable", "fused"])
+def test_a_flag_of_a_group_that_has_no_truth_is_no_flag(path, flag):
+    model = nn.Linear(2, 2)
+    stored = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    stored.step()
+    stored.param_groups[0][flag] = torch.tensor([1.0, 2.0])
+    dsd.save(path, {"model": model, "optimizer": stored})
+    live = torch.optim.AdamW(model.parameters())
+    live.param_groups[0][flag] = torch.tensor([0.0, 0.0])
+    dsd.load(path, {"model": model, "optimizer": live})
+    assert live.param_groups[0][flag].tolist() == [1, 2]
+    assert {entry["step"].device.type for entry in live.state.values()} == {"cpu"}
+
+
 @pytest.mark.parametrize(("place", "junk"), wrong_kinds())
 def test_a_wrong_kind_is_refused_and_changes_nothing(path, good, place, junk):
     write(path, with_junk(good, place, junk))
