@@ -21,13 +21,13 @@ from dsdformat.format.decoding import Tree
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.manifest import Body, Columns, DataFile
 from dsdformat.format.paths import emit_key
-from dsdformat.format.payload import chunk_key, emit_entry, emit_form, emit_header, join_entries
+from dsdformat.format.payload import chunk_key, emit_entry, emit_form, join_entries
 from dsdformat.format.values import encoded_key
-from dsdformat.limits import HEADER_NBYTES_MAX
+from dsdformat.limits import HEADER_NBYTES_MAX, MIB
 from dsdformat.plan.load_columns import ChunkColumns, LoadPlan
 from dsdformat.storage.base import Storage
 
-__all__ = ["HeaderChecks", "first_difference", "header_problem"]
+__all__ = ["HeaderChecks", "find_difference", "header_problem"]
 
 _SHARE = 32  # a header is read if it is no more than one part in so many of what is read
 
@@ -65,7 +65,7 @@ class HeaderChecks:
         Raises:
             FormatError: `header_mismatch`.
 
-        Memory: the header of one file, three times.
+        Memory: the header of one file, twice.
         """
         ranges = plan.ranges
         for file, rows in itertools.groupby(plan.order, ranges.file.__getitem__):
@@ -82,17 +82,14 @@ class HeaderChecks:
                 self._check_part(file, self._entries(data, plan.chunks, chunks))
 
     def _check_whole(self, index: int, entries: Iterable[_Entry]) -> None:
+        self._table.blocks.check_file(index)
         file = self._table.body.files[index]
-        header = self._read(index)
         empty = self._empty_entries(index)
         if empty:  # at the places of others, before them
             entries = heapq.merge(empty, entries, key=operator.itemgetter(0))
         text = join_entries((entry for *_, entry in entries), file.metadata)
-        padding = len(header) - 8 - len(text)
-        same = header.startswith((file.header_nbytes - 8).to_bytes(8, "little") + text)
-        if not same or header.count(b" ", 8 + len(text)) != padding:
-            expected = emit_header(text, file.header_nbytes)
-            at = file.header_nbytes if expected is None else first_difference(expected, header)
+        at = find_difference(self._table.storage, file, text)
+        if at is not None:
             raise header_problem(file, at).error()
 
     def _check_part(self, index: int, entries: Iterable[_Entry]) -> None:
@@ -187,6 +184,23 @@ def header_problem(file: DataFile, byte_offset: int, name: str | None = None) ->
     )
 
 
-def first_difference(a: bytes | bytearray, b: bytes | bytearray) -> int:
-    """Return the first place at which two byte strings differ."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+def find_difference(storage: Storage, file: DataFile, text: bytes) -> int | None:
+    """Return the first byte of a header that is not as the manifest implies, or None.
+
+    Args:
+        storage: The folder.
+        file: Of which all is there.
+        text: The JSON text that is implied; of one that does not fit, any that does not fit either.
+
+    Memory: 1 MiB, and the text.
+    """
+    room = file.header_nbytes - 8
+    expected = room.to_bytes(8, "little") + text
+    for at in range(0, file.header_nbytes, MIB):
+        buffer = memoryview(bytearray(min(MIB, file.header_nbytes - at)))
+        storage.read_into(file.label, at, buffer)
+        wanted = expected[at : at + MIB].ljust(len(buffer), b" ")
+        if wanted != buffer:
+            pairs = enumerate(zip(wanted, buffer, strict=False))  # the text may be too long
+            return at + next((place for place, (a, b) in pairs if a != b), len(wanted))
+    return None if len(expected) <= file.header_nbytes else file.header_nbytes

@@ -15,7 +15,7 @@ from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
 from dsdformat.format.manifest import DataFile, SideFile
 from dsdformat.format.payload import HeaderEntry, chunk_key, header_json
 from dsdformat.garbage import paused_gc
-from dsdformat.headers import first_difference, header_problem
+from dsdformat.headers import find_difference, header_problem
 from dsdformat.limits import MANIFEST_LABEL, MIB, SIGNATURES_LABEL
 from dsdformat.reader import Checkpoint
 from dsdformat.storage.base import Storage
@@ -144,21 +144,9 @@ class _Verifier:
             return list(error.problems)
         entries = self._header_entries(file, chunks)
         text = header_json(entries, file.metadata, most=file.header_nbytes)
-        at = self._find_difference(file, text)
+        at = find_difference(self.storage, file, text)
         self._advance(file.header_nbytes)
         return [] if at is None else [header_problem(file, at)]
-
-    def _find_difference(self, file: DataFile, text: bytes) -> int | None:
-        """Return the first byte of a header that is not as the manifest implies, or None."""
-        room = file.header_nbytes - 8
-        expected = room.to_bytes(8, "little") + text
-        for at in range(0, file.header_nbytes, MIB):
-            buffer = memoryview(bytearray(min(MIB, file.header_nbytes - at)))
-            self.storage.read_into(file.label, at, buffer)
-            wanted = expected[at : at + MIB].ljust(len(buffer), b" ")
-            if wanted != buffer:
-                return at + first_difference(wanted, bytes(buffer))
-        return None if len(expected) <= file.header_nbytes else file.header_nbytes
 
     def _header_entries(self, file: DataFile, chunks: list[StoredChunk]) -> Iterator[HeaderEntry]:
         paths = self.table.decoded.paths
