@@ -65,14 +65,12 @@ class FileSink:
             try:
                 os.fsync(self._fd)
             finally:
-                self._close_direct()
-                os.close(self._fd)
+                self._close_all()
 
     def discard(self) -> None:
         """Close the file as it is."""
-        self._close_direct()
         with contextlib.suppress(OSError):
-            os.close(self._fd)
+            self._close_all()
 
     def _write_past_cache(self, byte_offset: int, view: memoryview) -> None:
         done = range(0)
@@ -93,10 +91,13 @@ class FileSink:
                     self._past_cache = False
             return self._direct
 
-    def _close_direct(self) -> None:
+    def _close_all(self) -> None:
         direct, self._direct = self._direct, None
-        if direct is not None:
-            direct.close()
+        try:
+            if direct is not None:
+                direct.close()
+        finally:  # also where an interrupt has come
+            os.close(self._fd)
 
     def _write_cached(self, byte_offset: int, views: Sequence[memoryview]) -> None:
         views = [view for view in views if len(view)]

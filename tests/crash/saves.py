@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import dsdformat
 from dsdformat import DistributedError, StorageError, TensorSource
 from dsdformat.convert import convert, open_any
 from dsdformat.convert.write_torch import SinkWriter
+from dsdformat.storage import sink
 from dsdformat.storage.guards import folder_guard
 from dsdformat.storage.mailbox import Mailbox
 from dsdformat.storage.target import FileTarget, LocalTarget
@@ -90,6 +92,14 @@ def save_in_background(path: Path, word: str, **options: Any) -> None:
         for thread in threading.enumerate():
             if thread.name == "dsdformat-save":
                 thread.join()
+
+
+def save_past_the_cache(path: Path, word: str, **options: Any) -> None:
+    """Save in the background past the page cache, what is small and wherever it is, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sink, "takes_direct", lambda fd: hasattr(os, "O_DIRECT"))
+        patch.setattr(sink, "_DIRECT_NBYTES", PAGESIZE)
+        save_in_background(path, word, **options)
 
 
 class Two:
@@ -229,10 +239,10 @@ def save_file(path: Path, word: str, **options: Any) -> None:
     """Write one file as converters do, piece after piece."""
     target = FileTarget(path, **options)
     try:
-        with SinkWriter(target.sink()) as sink:
+        with SinkWriter(target.sink()) as file:
             for at in range(0, len(NOISE), 2000):
-                sink.write(NOISE[at : at + 2000])
-            sink.write(word.encode())
+                file.write(NOISE[at : at + 2000])
+            file.write(word.encode())
         target.commit()
     except BaseException:
         target.abort()
@@ -381,6 +391,8 @@ if importlib.util.find_spec("torch") is not None:
     SAVES += (
         Save("new-in-background", save_in_background, imports=TORCH),
         Save("replace-in-background", save_in_background, replaces=True, imports=TORCH),
+        Save("new-past-the-cache", save_past_the_cache, imports=TORCH),
+        Save("replace-past-the-cache", save_past_the_cache, replaces=True, imports=TORCH),
         Save(
             "replace-from-two-ranks-apart",
             save_from_two_ranks_apart,

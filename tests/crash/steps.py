@@ -88,6 +88,7 @@ class Steps:
             return self._real["open"](path, flags, mode, dir_fd=dir_fd)
         kind = "create" if flags & os.O_CREAT else "open"
         step = Step(kind, name, handle=next(self._handles))
+        flags &= ~getattr(os, "O_DIRECT", 0)  # any part of a write can be taken then
         fd = self._take(step, self._real["open"], path, flags, mode, dir_fd=dir_fd)
         self._files[fd] = step.handle, name
         return fd
