@@ -26,6 +26,7 @@ from dsdformat.convert.write_npz import write_npz
 from dsdformat.convert.write_safetensors import write_huggingface, write_safetensors
 from dsdformat.convert.write_torch import write_torch
 from dsdformat.errors import ArgumentError, shorten
+from dsdformat.garbage import young_gc
 from dsdformat.modelfiles import HF_METADATA
 from dsdformat.signing import Keys
 
@@ -279,7 +280,7 @@ def convert_as(request: Request, team: Team, progress: Progress | None = None) -
     """
     with team.together(DOING):
         kind = request.check(team.world_size)
-    with ExitStack() as stack:
+    with young_gc(), ExitStack() as stack:
         with team.together(DOING):
             opened = stack.enter_context(
                 open_any(

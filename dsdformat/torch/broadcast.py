@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dsdformat.errors import MismatchError
+from dsdformat.garbage import young_gc
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.exchange import exchange, places, share
 from dsdformat.torch.routes import BUCKET_NBYTES, Form, Routes, Spread
@@ -46,11 +47,12 @@ def broadcast(
     forms: dict[str, Form] = {
         name: (tuple(one.shape), local_of(one).dtype) for name, one in into.items()
     }
-    comm.check_agreement(_fingerprint(into), "what is broadcast")
-    with comm.together("broadcast"):
-        if comm.is_coordinator:
-            _check_whole(whole or {}, forms)
-    fill_from_first(comm, whole, into, forms, bucket_nbytes)
+    with young_gc():
+        comm.check_agreement(_fingerprint(into), "what is broadcast")
+        with comm.together("broadcast"):
+            if comm.is_coordinator:
+                _check_whole(whole or {}, forms)
+        fill_from_first(comm, whole, into, forms, bucket_nbytes)
 
 
 def fill_from_first(

@@ -25,6 +25,7 @@ from dsdformat.format.digests import digest
 from dsdformat.format.packing import emit
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import encode
+from dsdformat.garbage import young_gc
 from dsdformat.modelfiles import (
     HF_METADATA,
     INDEX_LABEL,
@@ -58,6 +59,7 @@ Row = tuple[tuple[str, ...], str, tuple[int, ...]]
 
 
 # long: the options and their documentation
+@young_gc()
 def export_safetensors(
     path: PathLike,
     model: Any,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dsdformat.garbage import young_gc
 from dsdformat.torch.buffers import empty
 from dsdformat.torch.comm import Comm, group_order
 from dsdformat.torch.exchange import exchange, share
@@ -49,9 +50,10 @@ def gather(
     Ranks: collective over the mesh of each DTensor.
     Memory: the result, and up to two buckets on ranks that receive; other ranks their part of one.
     """
-    return _gather_by_mesh(
-        tensors, lambda ranks: None if to is None else ranks[to], device, bucket_nbytes
-    )
+    with young_gc():
+        return _gather_by_mesh(
+            tensors, lambda ranks: None if to is None else ranks[to], device, bucket_nbytes
+        )
 
 
 def gather_on(

@@ -15,7 +15,7 @@ from dsdformat.convert.opening import Paths, open_origin
 from dsdformat.convert.reading import ForeignReader
 from dsdformat.errors import DsdError, MismatchError
 from dsdformat.format.digests import digest as digest_of
-from dsdformat.garbage import paused_gc
+from dsdformat.garbage import paused_gc, young_gc
 from dsdformat.limits import GIB
 from dsdformat.reader import Checkpoint
 from dsdformat.renaming import renamed
@@ -204,14 +204,14 @@ def load(  # noqa: PLR0913
         unknown=unknown,
     )
     if state is None:
-        with contextlib.closing(opened()) as origin:
+        with young_gc(), contextlib.closing(opened()) as origin:
             tree, _ = renamed(read_tree(origin), options.renames)
             options.selection.check_used([display(place) for place, _ in leaves(tree)])
             if isinstance(origin, ForeignReader):
                 origin.prepare((), verify=verify)
             return _load_plain(origin, tree, options)
     comm = Comm.alone() if alone else Comm(group)
-    with paused_gc() as resume, contextlib.ExitStack() as stack:
+    with young_gc(), paused_gc() as resume, contextlib.ExitStack() as stack:
         with comm.together("load"):
             origin = stack.enter_context(contextlib.closing(opened()))
         comm.check_agreement([_named(origin), f"share_reads={share_reads}"], "what is loaded")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 from dsdformat.folders import PathLike
-from dsdformat.garbage import paused_gc
+from dsdformat.garbage import paused_gc, young_gc
 from dsdformat.limits import GIB
 from dsdformat.torch.background import Background, SaveHandle, begin, settle, spare_threads
 from dsdformat.torch.capture import capture_with_buffers, check_acyclic
@@ -143,12 +143,12 @@ def save(
     if background:
         how = background if isinstance(background, Background) else Background()
         return begin(path, how, threads, planned)
-    with paused_gc() as resume:
+    with young_gc(), paused_gc() as resume:
         return _write(planned(), resume)
 
 
 def _write(unfinished: Unfinished, resume: Callable[[], None]) -> str:
-    """Write; where that takes more than about a second, garbage is collected meanwhile."""
+    """Write; where that takes more than about a second, young garbage is collected meanwhile."""
     if unfinished.writer.planned_nbytes > GIB:
         resume()
     return unfinished.write()

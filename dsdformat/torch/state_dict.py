@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from dsdformat.errors import ArgumentError
+from dsdformat.garbage import young_gc
 from dsdformat.torch.fqn import unwrapped
 from dsdformat.torch.fsdp2 import shown_as_shards
 from dsdformat.torch.introspect import PATCHED
@@ -107,7 +108,7 @@ def get_model_state_dict(
     Memory: none; with `full_state_dict` the result and one bucket of 256 MiB.
     """
     options = _checked(options)
-    with shown_as_shards([model]):
+    with young_gc(), shown_as_shards([model]):
         live = _live(model, options)
         entries = get_model(live, full=options.full_state_dict, offload=options.cpu_offload)
     if submodules:
@@ -150,7 +151,7 @@ def get_optimizer_state_dict(
     """
     options = _checked(options)
     _warn_of(submodules)
-    with shown_as_shards([model]):
+    with young_gc(), shown_as_shards([model]):
         return get_optimizers(
             _live(model, options),
             _as_tuple(optimizers),
@@ -200,7 +201,8 @@ def set_model_state_dict(
     """
     options = _checked(options)
     given = _by_name(model, model_state_dict)
-    return _plan_model(model, given, options)()
+    with young_gc():
+        return _plan_model(model, given, options)()
 
 
 def set_optimizer_state_dict(
@@ -225,7 +227,8 @@ def set_optimizer_state_dict(
     Memory: the state, where there is none yet.
     """
     options = _checked(options)
-    _plan_optimizers(model, optimizers, optim_state_dict, options)()
+    with young_gc():
+        _plan_optimizers(model, optimizers, optim_state_dict, options)()
 
 
 def set_state_dict(
@@ -238,9 +241,11 @@ def set_state_dict(
 ) -> IncompatibleKeys:
     """Set the states of a model and of its optimizers; see the two functions for one each."""
     options = _checked(options)
-    set_model = _plan_model(model, _by_name(model, model_state_dict), options)
-    _plan_optimizers(model, optimizers, optim_state_dict, options)()
-    return set_model()
+    given = _by_name(model, model_state_dict)
+    with young_gc():
+        set_model = _plan_model(model, given, options)
+        _plan_optimizers(model, optimizers, optim_state_dict, options)()
+        return set_model()
 
 
 def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dsdformat.garbage import paused_gc
+from dsdformat.garbage import paused_gc, young_gc
 
 
 def test_the_collector_rests_in_the_block_and_goes_on_behind_it() -> None:
@@ -58,3 +58,82 @@ def test_another_thread_pauses_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [True]
+
+
+def test_young_objects_alone_are_collected_for_a_while() -> None:
+    before = gc.get_threshold()
+    walked: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            walked.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        gc.set_threshold(10, 1, 1)
+        with young_gc():
+            kept = [[] for _ in range(10_000)]
+            young, walked[:] = walked[:], []
+        kept += [[] for _ in range(10_000)]
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)
+    assert 1 in young
+    assert 2 not in young
+    assert 2 in walked
+
+
+def test_an_inner_one_lets_the_outer_go_on() -> None:
+    before = gc.get_threshold()
+    with young_gc():
+        with young_gc():
+            pass
+        assert gc.get_threshold() != before
+    assert gc.get_threshold() == before
+
+
+def test_a_threshold_that_was_set_meanwhile_stays() -> None:
+    before = gc.get_threshold()
+    try:
+        with young_gc():
+            gc.set_threshold(500, 5, 5)
+        assert gc.get_threshold() == (500, 5, 5)
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_another_thread_holds_nothing_back() -> None:
+    before = gc.get_threshold()
+    seen: list[tuple[int, int, int]] = []
+
+    def look() -> None:
+        with young_gc():
+            seen.append(gc.get_threshold())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_a_save_and_a_load_walk_over_no_more_than_what_is_young(tmp_path) -> None:
+    torch = pytest.importorskip("torch")
+    dsd = pytest.importorskip("dsdformat.torch")
+    state = {"w": torch.arange(4)}
+    seen: list[int] = []
+
+    class Looking:
+        """Takes part in a save and a load."""
+
+        def state_dict(self) -> dict[str, int]:
+            seen.append(gc.get_threshold()[2])
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            seen.append(gc.get_threshold()[2])
+
+    before = gc.get_threshold()[2]
+    dsd.save(tmp_path / "c", {**state, "own": Looking()})
+    dsd.load(tmp_path / "c", {**state, "own": Looking()})
+    assert min(seen) > before
+    assert gc.get_threshold()[2] == before
