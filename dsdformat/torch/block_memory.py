@@ -13,6 +13,7 @@ import torch
 from dsdformat.limits import MIB
 from dsdformat.plan.block_shares import Block, Met
 from dsdformat.torch.block_pieces import BlockRoles, aligned, within
+from dsdformat.torch.common_memory import CommonMemory
 from dsdformat.torch.moves import put
 
 __all__ = ["BlockMemory"]
@@ -53,11 +54,11 @@ class BlockMemory:
         if some:
             yield some
 
-    def run(self, memory: list[memoryview]) -> None:
+    def run(self, memory: CommonMemory) -> None:
         """Read, and take.
 
         Args:
-            memory: Of each rank, as long as it needs.
+            memory: Of this rank as long as it needs.
 
         Raises:
             DistributedError: `rank_failed`, on every rank; they may have got some blocks.
@@ -65,10 +66,10 @@ class BlockMemory:
         Ranks: collective over the group.
         """
         comm = self._roles.comm
-        halves = [_halves(view) for view in memory]
+        halves = [_halves(view) for view in memory.views]
         number, goes_on = 0, True
         while goes_on:
-            with comm.together("load") as step:
+            with comm.together("load", memory.meet) as step:
                 for rank, both in enumerate(halves):
                     if number:
                         self._take(rank, both[(number - 1) % 2])

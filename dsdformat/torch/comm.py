@@ -9,7 +9,8 @@ would need ranks that take no part.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,8 @@ from dsdformat.format.decoding import decode_tree
 from dsdformat.format.digests import digest
 from dsdformat.format.packing import emit, parse
 from dsdformat.format.values import encode
-from dsdformat.torch.contact import find_silent, finish, finish_messages
+from dsdformat.torch.compat import group_timeout
+from dsdformat.torch.contact import find_silent, finish, finish_messages, wait_until
 from dsdformat.torch.failures import check_rows, error_row, lost_contact
 
 __all__ = ["Comm", "Pending", "Step", "decoded", "global_rank", "group_order", "is_distributed"]
@@ -185,10 +187,17 @@ class Comm:
             )
 
     @contextmanager
-    def together(self, doing: str) -> Iterator[Step]:
+    def together(
+        self, doing: str, meet: Callable[[int], list[int]] | None = None
+    ) -> Iterator[Step]:
         """Run a step on each rank; if it fails on some, raise the same error on all.
 
         The step makes no collective calls of its own. What it tells is heard by all.
+
+        Args:
+            doing: What is done.
+            meet: A quicker way to tell, if the step tells a number of at least 0:
+                `CommonMemory.meet`.
 
         Raises:
             DistributedError: `rank_failed`, with the cause of each rank that failed. Where all
@@ -209,6 +218,10 @@ class Comm:
             return
         told = [None if error is None else error_row(error), step.told]
         try:
+            if meet is not None:
+                step.heard = [one - 1 for one in meet(0 if error else step.told + 1)]
+                if -1 not in step.heard:  # none has failed
+                    return
             rows = self.gather_values(told)
         except DistributedError as lost:
             if error is not None:
@@ -311,6 +324,32 @@ class Comm:
                     tensor, self.ranks[source], group=self.group, async_op=self._looks_out
                 )
                 self._finish([work])
+
+    def wait_until(self, has_ended: Callable[[float], bool]) -> None:
+        """Wait for what other ranks do otherwise than by the group's backend.
+
+        Args:
+            has_ended: Waits for at most so many seconds; says whether they have done it.
+
+        Raises:
+            DistributedError: `ranks_absent`: `has_ended` raises an OSError, another rank has lost
+                contact, or the time-out of the group is over.
+
+        Ranks: local.
+        """
+        end = time.monotonic() + group_timeout(self.group).total_seconds()
+
+        def ended(seconds: float) -> bool:
+            try:
+                done = has_ended(seconds)
+            except OSError as error:
+                raise RuntimeError(str(error)) from error
+            if not done and time.monotonic() > end:
+                raise RuntimeError("the time-out of the group is over")
+            return done
+
+        with self._in_contact():
+            wait_until(ended, *self._circle)
 
     @contextmanager
     def _in_contact(self) -> Iterator[None]:

@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ __all__ = [
     "fsdp1_info",
     "fsdp1_mesh",
     "fsdp1_replicas",
+    "group_timeout",
     "has_load_hooks",
     "is_lazy",
     "is_replicated",
@@ -373,3 +375,13 @@ def is_replicated(module: nn.Module) -> bool:
 def default_store() -> Any:
     """Return the store with which the default process group was made."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def group_timeout(group: Any) -> timedelta:
+    """Return how long a process group, the default one if None, waits for a rank."""
+    group = group or torch.distributed.group.WORLD
+    try:
+        options = group._get_backend(torch.device("cpu")).options
+        return cast("timedelta", options._timeout)
+    except (AttributeError, RuntimeError):  # a backend that has none
+        return torch.distributed.constants.default_pg_timeout

@@ -18,7 +18,7 @@ from typing import Any
 
 from dsdformat.torch.compat import default_store
 
-__all__ = ["find_silent", "finish", "finish_messages"]
+__all__ = ["find_silent", "finish", "finish_messages", "wait_until"]
 
 _PATIENCE_S = 5.0
 _ANSWER_S = 5.0  # for a store that may be gone with the rank that serves it
@@ -53,7 +53,7 @@ def finish(work: Any, ranks: Sequence[int], group: str = "") -> None:
             work.wait()  # it has failed, or ended just now
         return True
 
-    _finish(has_ended, ranks, group)
+    wait_until(has_ended, ranks, group)
 
 
 def finish_messages(works: Sequence[Any], ranks: Sequence[int], group: str = "") -> None:
@@ -74,12 +74,21 @@ def finish_messages(works: Sequence[Any], ranks: Sequence[int], group: str = "")
             ended.set()
 
     threading.Thread(target=wait, name="dsdformat-wait", daemon=True).start()
-    _finish(ended.wait, ranks, group)
+    wait_until(ended.wait, ranks, group)
     if errors:
         raise errors[0]
 
 
-def _finish(has_ended: Callable[[float], bool], ranks: Sequence[int], group: str) -> None:
+def wait_until(has_ended: Callable[[float], bool], ranks: Sequence[int], group: str = "") -> None:
+    """Wait for others, or for another rank to lose contact.
+
+    Args:
+        has_ended: Waits for at most so many seconds; says whether others have come.
+        ranks, group: As in `find_silent`.
+
+    Raises:
+        RuntimeError: another rank has lost contact; and what `has_ended` raises.
+    """
     lookout = None
     try:
         while not has_ended(_LOOK_S):

@@ -6,13 +6,14 @@ network's stack the same bytes are copied twice more.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from dsdformat.limits import KIB, MIB
 from dsdformat.torch.comm import Comm
-from dsdformat.torch.common_memory import common_memory
+from dsdformat.torch.common_memory import CommonMemory, common_memory
 from dsdformat.torch.routes import Routes
 
 __all__ = ["exchange_in_memory"]
@@ -42,13 +43,30 @@ def exchange_in_memory(
     if comm.world_size == 1 or routes.nbytes_of_all() < LEAST_NBYTES:
         return False
     half = max(1, min(bucket_nbytes, BUCKET_NBYTES) // 2)
-    table = _ALIGN * comm.world_size
     most = min(half, routes.given_nbytes(comm.rank)) + PADDING_NBYTES
-    room = table + most // _ALIGN * _ALIGN
+    room = _table_nbytes(comm) + most // _ALIGN * _ALIGN
     memory = common_memory(comm, 2 * room)
     if memory is None:
         return False
-    whole = [torch.frombuffer(view, dtype=torch.uint8) for view in memory]
+    with contextlib.closing(memory):
+        _exchange(comm, routes, shards, into, half, memory)
+    return True
+
+
+def _exchange(
+    comm: Comm,
+    routes: Routes,
+    shards: Mapping[str, torch.Tensor],
+    into: Mapping[str, torch.Tensor],
+    half: int,
+    memory: CommonMemory,
+) -> None:
+    """Exchange, where all have memory.
+
+    Ranks: collective over the group.
+    """
+    table = _table_nbytes(comm)
+    whole = [torch.frombuffer(view, dtype=torch.uint8) for view in memory.views]
     halves = [torch.split(one, len(one) // 2) for one in whole]
     for number, parts in enumerate(routes.rounds(half)):
         views = [both[number % 2] for both in halves]
@@ -56,7 +74,7 @@ def exchange_in_memory(
         sent = [
             routes.nbytes(own, rank) if rank != comm.rank else 0 for rank in range(comm.world_size)
         ]
-        fits = table + sum(sent) <= room
+        fits = table + sum(sent) <= len(views[comm.rank])
         buffer = views[comm.rank][table:] if fits else torch.empty(sum(sent), dtype=torch.uint8)
         buffer = buffer[: sum(sent)]
         for rank, part in enumerate(torch.split(buffer, sent)):
@@ -64,7 +82,7 @@ def exchange_in_memory(
                 routes.pack(own, rank, shards, part)
         _write_table(views[comm.rank], sent)
         # A half is filled anew only when all were here once more, and so have read it.
-        if all(comm.gather_values(fits)):
+        if all(memory.meet(int(fits))):
             received = [_part(view, table, comm.rank) for view in views]
         else:
             received = comm.exchange(buffer, sent, [_size(view, comm.rank) for view in views])
@@ -72,7 +90,11 @@ def exchange_in_memory(
             if rank != comm.rank and part.numel():
                 routes.unpack(parts[rank], comm.rank, part, into)
         routes.copy(own, comm.rank, shards, into)
-    return True
+
+
+def _table_nbytes(comm: Comm) -> int:
+    """How long the table is of how much is for each rank."""
+    return _ALIGN * comm.world_size
 
 
 def _write_table(view: torch.Tensor, sent: Sequence[int]) -> None:

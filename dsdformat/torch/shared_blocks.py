@@ -8,6 +8,7 @@ copies; else in messages.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -141,10 +142,11 @@ class BlockMoves:
         """
         here = BlockMemory(self._roles)
         memory = common_memory(self._comm, here.nbytes)
-        if memory is not None:
-            here.run(memory)
-        else:
+        if memory is None:
             BlockMessages(self._roles).run()
+        else:
+            with contextlib.closing(memory):
+                here.run(memory)
 
 
 def _order(move: Move) -> tuple[object, ...]:

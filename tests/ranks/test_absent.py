@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsdformat
 import dsdformat.torch as dsd
@@ -26,7 +27,8 @@ from dsdformat.errors import DistributedError, StorageError
 from dsdformat.storage.local import LocalStorage
 from dsdformat.storage.target import FileSink
 from dsdformat.torch import contact
-from tests.ranks.layouts import everywhere
+from dsdformat.torch.block_memory import BlockMemory
+from tests.ranks.layouts import everywhere, mesh_of
 from tests.ranks.test_deaths import leftovers
 from tests.ranks.test_save_load import shared
 
@@ -147,6 +149,31 @@ def test_a_rank_that_hangs_is_named_and_is_told_itself_when_it_goes_on(call, own
             told(lambda: call(path, group))
     else:
         check_named(lambda: call(path, group))
+        Path(f"{path}-given-up-by-{distributed.get_rank()}").touch()
+    check_whole(path, first)
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_that_hangs_where_others_wait_for_its_blocks_is_named():
+    path, group = shared("hangs-at-the-gate"), impatient()
+    mesh = mesh_of((3,))
+    whole = torch.arange(40_000.0).view(200, 200)
+    first = dsd.save(path, {"w": distribute_tensor(whole, mesh, [Shard(0)]), "step": 1})
+    mine = {"w": distribute_tensor(torch.zeros(200, 200), mesh, [Shard(1)])}
+    given_up = [Path(f"{path}-given-up-by-{rank}") for rank in range(3) if rank != ABSENT]
+
+    def until() -> None:
+        while not all(one.exists() for one in given_up):
+            time.sleep(0.01)
+
+    def call() -> Any:
+        return dsd.load(path, mine, strict=False, group=group)
+
+    if distributed.get_rank() == ABSENT:
+        with hanging(BlockMemory, "_read", until):
+            told(call)
+    else:
+        check_named(call)
         Path(f"{path}-given-up-by-{distributed.get_rank()}").touch()
     check_whole(path, first)
 

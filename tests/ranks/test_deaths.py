@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dsdformat
 import dsdformat.torch as dsd
@@ -28,15 +29,17 @@ from dsdformat.errors import (
     StorageError,
     UnsupportedValueError,
 )
+from dsdformat.storage.host_gate import HostGate
 from dsdformat.storage.local import LocalStorage
 from dsdformat.storage.mailbox import Mailbox
 from dsdformat.storage.target import FileSink, JoinedTarget, LocalTarget
 from dsdformat.torch import background, contact, save_together, shared_reads
+from dsdformat.torch.block_memory import BlockMemory
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.loading import Loading
 from dsdformat.writer import PartWriter
 from tests.ranks.launching import Call, Launch
-from tests.ranks.layouts import everywhere
+from tests.ranks.layouts import everywhere, mesh_of
 from tests.ranks.test_save_load import shared
 
 GROUP_TIMEOUT_S = 60.0  # nobody waits for it
@@ -129,6 +132,28 @@ def load_and_die(path: str, phase: str, dead: int) -> str:
     with deadly[phase]() if is_dead and phase in deadly else mock.MagicMock():
         try:
             dsd.load(path, state, strict=False)
+        except DistributedError as error:
+            assert time.monotonic() - started < SOON_S
+            return str(error)
+    return "nothing"
+
+
+def load_columns_and_die(path: str, phase: str, dead: int) -> str:
+    """Load columns of what was saved by rows; be killed, or return what this rank is told."""
+    be_quick()
+    whole = torch.arange(40_000.0).view(200, 200)
+    rank, mesh = distributed.get_rank(), mesh_of((distributed.get_world_size(),))
+    dsd.save(path, {"w": distribute_tensor(whole, mesh, [Shard(0)])})
+    deadly = {
+        "reading-blocks": lambda: mock.patch.object(BlockMemory, "_read", die),
+        "taking-blocks": lambda: mock.patch.object(BlockMemory, "_take", die),
+        "at-the-gate": lambda: dying(HostGate, "tell", after=True),
+        "behind-the-gate": lambda: dying(HostGate, "close"),
+    }
+    started = time.monotonic()
+    with deadly[phase]() if rank == dead else mock.MagicMock():
+        try:
+            dsd.load(path, {"w": distribute_tensor(torch.zeros(200, 200), mesh, [Shard(1)])})
         except DistributedError as error:
             assert time.monotonic() - started < SOON_S
             return str(error)
@@ -297,6 +322,20 @@ def test_a_rank_that_is_killed_while_it_loads_is_missed_by_others(
         named = f"rank {rank} has lost contact with rank {dead}: "
         assert (said is None) if rank == dead else said.startswith(named)
     assert dsdformat.verify(path).ok
+
+
+@pytest.mark.parametrize(
+    ("phase", "dead"),
+    [("reading-blocks", 1), ("taking-blocks", 0), ("at-the-gate", 1), ("behind-the-gate", 2)],
+)
+def test_a_rank_that_is_killed_while_others_take_blocks_of_it_is_missed_by_them(
+    launcher, tmp_path, phase, dead
+):
+    args = (str(tmp_path / "ck"), phase, dead)
+    rows = told(launcher, tmp_path / "launch", "load_columns_and_die", args, 3)
+    for rank, said in enumerate(rows):
+        named = f"rank {rank} has lost contact with rank {dead}: "
+        assert (said is None) if rank == dead else said.startswith(named), (rank, said)
 
 
 # Failures of ranks that go on

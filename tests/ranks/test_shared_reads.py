@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -429,25 +430,29 @@ def test_blocks_are_carried_in_rounds_of_a_bounded_length(missing):
 def test_nothing_is_left_of_memory_that_ranks_share_but_what_they_hold():
     comm = Comm()
     before = len(os.listdir("/proc/self/fd"))
-    views = common_memory(comm, 5000 + comm.rank)
-    assert [len(view) for view in views] == [5000, 5001, 5002]
-    views[comm.rank][:1] = bytes([comm.rank + 1])
-    comm.gather_values(None)
-    assert [view[0] for view in views] == [1, 2, 3]
-    comm.gather_values(None)
-    del views
+    with contextlib.closing(common_memory(comm, 5000 + comm.rank)) as memory:
+        views = memory.views
+        assert [len(view) for view in views] == [5000, 5001, 5002]
+        views[comm.rank][:1] = bytes([comm.rank + 1])
+        assert memory.meet(comm.rank) == [0, 1, 2]
+        assert [view[0] for view in views] == [1, 2, 3]
+        assert memory.meet(9) == [9, 9, 9]
+    del views, memory
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("strange", ["_machine", "find_memory"])
+@pytest.mark.parametrize("strange", ["_machine", "find_memory", "HostGate"])
 def test_ranks_that_do_not_all_see_each_other_share_no_memory(strange):
     comm = Comm()
     where = "storage.host_memory" if strange == "_machine" else "torch.common_memory"
+    before = len(os.listdir("/proc/self/fd"))
     value = b"another" if strange == "_machine" else None
-    here = mock.patch(f"dsdformat.{where}.{strange}", return_value=value)
+    fault = OSError if strange == "HostGate" else None
+    here = mock.patch(f"dsdformat.{where}.{strange}", return_value=value, side_effect=fault)
     with here if comm.rank == 1 else nullcontext():
         assert common_memory(comm, 100) is None
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.ranks(3)
