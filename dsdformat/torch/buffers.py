@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from dsdformat.boxes import Box, row_boxes
@@ -34,6 +35,7 @@ __all__ = [
     "empty",
     "is_packed",
     "memory_order",
+    "memory_window",
     "overlaps_itself",
     "tensor_over",
     "typed",
@@ -96,6 +98,37 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     start = tensor.storage_offset() * tensor.element_size()
     array = flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,)).numpy()
     return memoryview(array)
+
+
+class _Window:
+    """A range of addresses in which tensors lie, as numpy asks for one; it keeps them alive."""
+
+    def __init__(self, begin: int, end: int, tensors: Sequence[torch.Tensor]) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (end - begin,),
+            "data": (begin, True),  # not to be written to
+        }
+        self.storages = [tensor.untyped_storage() for tensor in tensors]
+
+
+def memory_window(
+    tensors: Sequence[torch.Tensor], addresses: Sequence[int]
+) -> tuple[memoryview, list[int]]:
+    """Return one view over the memory of many packed tensors, and where in it each begins.
+
+    A view of each of them takes longer than to write its bytes. What lies between them is not
+    theirs, nor need it be there: nobody may touch it.
+
+    Args:
+        tensors: In host memory, row-major, with elements.
+        addresses: Where each begins.
+    """
+    first = min(addresses)
+    end = max(address + tensor.nbytes for address, tensor in zip(addresses, tensors, strict=True))
+    array: Any = np.asarray(_Window(first, end, tensors))
+    return memoryview(array), [address - first for address in addresses]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
