@@ -114,11 +114,6 @@ class Chunks:
             yield self.parent[first], first, stop
             first = stop
 
-    def box_shape(self, row: int) -> tuple[int, ...]:
-        """How many elements a chunk has along each dim."""
-        box = self.box[row]
-        return self.shape[row] if box is None else box.shape
-
     def view(self, row: int) -> memoryview:
         """Return the bytes of a chunk whose data is a buffer.
 

@@ -87,9 +87,26 @@ class FilePlan:
 
     def header_text(self, stored: Sequence[int]) -> bytes:
         """Return the JSON of the header of chunks that are stored in so many bytes each."""
-        forms = map(_Forms(self.chunks).form, self.rows, stored)
         ends = list(itertools.accumulate(stored, initial=0))
-        return join_entries(emit_entries(self.keys, forms, ends), self.metadata)
+        return join_entries(emit_entries(self.keys, self._forms(stored), ends), self.metadata)
+
+    def _forms(self, stored: Sequence[int]) -> list[str]:
+        """Return what the header says of each chunk; made once for each dtype and shape."""
+        chunks = self.chunks
+        dtypes, boxes, shapes, codecs = chunks.dtype, chunks.box, chunks.shape, chunks.codec
+        known: dict[tuple[str, tuple[int, ...]], str] = {}
+        forms = []
+        for row, nbytes in zip(self.rows, stored, strict=True):
+            box, dtype, codec = boxes[row], dtypes[row], codecs[row]
+            shape = shapes[row] if box is None else box.shape
+            if codec != RAW:
+                forms.append(emit_form(dtype, shape, codec, nbytes))
+                continue
+            form = known.get((dtype.name, shape))
+            if form is None:
+                form = known[dtype.name, shape] = emit_form(dtype, shape, RAW, nbytes)
+            forms.append(form)
+        return forms
 
 
 def plan_files(
@@ -151,26 +168,6 @@ def share_of(plans: Sequence[FilePlan], part: int, of: int) -> list[list[int]]:
                 share.append(place)
         shares.append(share)
     return shares
-
-
-class _Forms:
-    """What headers say of chunks, made once for each shape and dtype."""
-
-    def __init__(self, chunks: Chunks) -> None:
-        self._chunks = chunks
-        self._known: dict[tuple[str, tuple[int, ...]], str] = {}
-
-    def form(self, row: int, nbytes: int) -> str:
-        """Return what `emit_form` gives for a chunk."""
-        chunks = self._chunks
-        dtype, shape, codec = chunks.dtype[row], chunks.box_shape(row), chunks.codec[row]
-        if codec != RAW:
-            return emit_form(dtype, shape, codec, nbytes)
-        key = dtype.name, shape
-        form = self._known.get(key)
-        if form is None:
-            form = self._known[key] = emit_form(dtype, shape, codec, nbytes)
-        return form
 
 
 def _add_suffixes(keys: list[str], chunks: Chunks) -> None:

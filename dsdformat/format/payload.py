@@ -5,9 +5,8 @@ Pure. A header is a function of the manifest, so this module only emits; nothing
 
 from __future__ import annotations
 
-import itertools
 import json.encoder
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dsdformat.boxes import Box
@@ -99,7 +98,7 @@ def emit_entry(key: str, form: str, begin: int, end: int) -> str:
     return f"{_quoted(key)}:{form}{begin},{end}]}}"
 
 
-def emit_entries(keys: Iterable[str], forms: Iterable[str], ends: Sequence[int]) -> Iterator[str]:
+def emit_entries(keys: Iterable[str], forms: Iterable[str], ends: Sequence[int]) -> list[str]:
     """Return the entries of chunks in storage order; see `emit_entry`.
 
     Args:
@@ -107,9 +106,8 @@ def emit_entries(keys: Iterable[str], forms: Iterable[str], ends: Sequence[int])
         forms: What `emit_form` gives for each.
         ends: Where each ends, behind where the first begins.
     """
-    pairs = itertools.pairwise(ends)
-    entries = zip(map(_quoted, keys), forms, pairs, strict=True)
-    return (f"{key}:{form}{begin},{end}]}}" for key, form, (begin, end) in entries)
+    columns = zip(map(_quoted, keys), forms, ends[:-1], ends[1:], strict=True)
+    return [f"{key}:{form}{begin},{end}]}}" for key, form, begin, end in columns]
 
 
 def header_nbytes(text_nbytes: int) -> int:

@@ -35,7 +35,7 @@ __all__ = [
     "empty",
     "is_packed",
     "memory_order",
-    "memory_window",
+    "memory_view",
     "overlaps_itself",
     "tensor_over",
     "typed",
@@ -100,35 +100,31 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-class _Window:
-    """A range of addresses in which tensors lie, as numpy asks for one; it keeps them alive."""
+class _Addresses:
+    """A range of addresses, as numpy asks for one."""
 
-    def __init__(self, begin: int, end: int, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, begin: int, end: int, owners: Any) -> None:
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
             "shape": (end - begin,),
             "data": (begin, True),  # not to be written to
         }
-        self.storages = [tensor.untyped_storage() for tensor in tensors]
+        self.owners = owners
 
 
-def memory_window(
-    tensors: Sequence[torch.Tensor], addresses: Sequence[int]
-) -> tuple[memoryview, list[int]]:
-    """Return one view over the memory of many packed tensors, and where in it each begins.
+def memory_view(begin: int, end: int, owners: Any) -> memoryview:
+    """Return one view over a range of addresses in which many tensors lie.
 
     A view of each of them takes longer than to write its bytes. What lies between them is not
-    theirs, nor need it be there: nobody may touch it.
+    theirs, nor need it be there: nobody may look at it.
 
     Args:
-        tensors: In host memory, row-major, with elements.
-        addresses: Where each begins.
+        begin, end: The range.
+        owners: What keeps the tensors' memory; the view keeps it.
     """
-    first = min(addresses)
-    end = max(address + tensor.nbytes for address, tensor in zip(addresses, tensors, strict=True))
-    array: Any = np.asarray(_Window(first, end, tensors))
-    return memoryview(array), [address - first for address in addresses]
+    array: Any = np.asarray(_Addresses(begin, end, owners))
+    return memoryview(array)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import itertools
+import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import Named
 from dsdformat.sources import Reference, RunMember, SourceRun, TensorSource
-from dsdformat.torch.buffers import OWN_CLASSES, data_of, memory_order, memory_window
+from dsdformat.torch.buffers import OWN_CLASSES, data_of, memory_order, memory_view
 from dsdformat.torch.compat import is_lazy
 from dsdformat.torch.composites import find_kind, plain_address, refusal, take_apart
 from dsdformat.torch.dtypes import find_named, logical_dtype, torch_dtype
@@ -43,6 +44,25 @@ COMPOSITE = "torch.composite"
 
 _HOST = torch.device("cpu")
 _NAMES = {dtype: name for name in DTYPES if (dtype := torch_dtype(name)) is not None}
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Plain tensors that are neighbours: where each begins, what it is, and what keeps it alive."""
+
+    addresses: list[int] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+
+    def run(self) -> SourceRun:
+        """Return them as a run, in a view of all memory from the first to the last."""
+        widths = {name: DTYPES[name].itemsize for name in set(self.dtypes)}
+        columns = zip(self.addresses, self.shapes, self.dtypes, strict=True)
+        end = max(at + math.prod(shape) * widths[name] for at, shape, name in columns)
+        first = min(self.addresses)
+        data = memory_view(first, end, self.storages)
+        return SourceRun(self.dtypes, self.shapes, data, [at - first for at in self.addresses])
 
 
 class Adapter:
@@ -130,38 +150,35 @@ class Adapter:
         if OWN_CLASSES.isdisjoint(map(type, values)) or sys.byteorder == "big":
             yield len(values), None
             return
-        end = 0
-        for is_plain, same in itertools.groupby(self._new_addresses(values), bool):
-            addresses = list(same)
-            first, end = end, end + len(addresses)
-            # Those one by one, before, may have had this memory.
-            if is_plain and self._taken.isdisjoint(addresses):
-                yield len(addresses), self._run(values[first:end], addresses)
-            else:
-                yield len(addresses), None
+        rows, others, taken = _Rows(), 0, self._taken
+        for value in values:
+            address = plain_address(value)
+            if address and others:  # which may turn out to be this memory
+                yield others, None
+                others = 0
+            if address and address not in taken:
+                taken.add(address)
+                rows.addresses.append(address)
+                rows.dtypes.append(_NAMES[value.dtype])
+                rows.shapes.append(tuple(value.shape))
+                rows.storages.append(value.untyped_storage())
+                continue
+            if rows.addresses:
+                yield len(rows.addresses), self._run(rows)
+                rows = _Rows()
+            others += 1
+        if rows.addresses:
+            yield len(rows.addresses), self._run(rows)
+        if others:
+            yield others, None
 
-    def _new_addresses(self, values: Sequence[Any]) -> list[int]:
-        """Return where tensors begin that are plain, and the first there; 0 for all else."""
-        addresses = list(map(plain_address, values))
-        if len(set(addresses)) < len(addresses) or not self._taken.isdisjoint(addresses):
-            seen: set[int] = set()
-            for index, address in enumerate(addresses):
-                if address in seen or address in self._taken:
-                    addresses[index] = 0
-                seen.add(address)
-        return addresses
-
-    def _run(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> SourceRun:
-        """Return the run of these plain tensors, which begin at these addresses."""
-        names = [_NAMES[tensor.dtype] for tensor in tensors]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        run = SourceRun(names, shapes, *memory_window(tensors, addresses))
+    def _run(self, rows: _Rows) -> SourceRun:
+        run = rows.run()
         first = len(self._members)
         self._runs.append(run)
         self._firsts.append(first)
-        self._members.update(zip(addresses, range(first, first + len(run)), strict=True))
-        self._taken.update(addresses)
-        self._alive += tensors
+        numbers = range(first, first + len(run))
+        self._members.update(zip(rows.addresses, numbers, strict=True))
         return run
 
     def _known(self, identity: Any) -> TensorSource | RunMember | None:
