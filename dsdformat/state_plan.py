@@ -7,7 +7,7 @@ asks for it, and no box is checked twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dsdformat.chunks import Chunks
@@ -66,9 +66,12 @@ def plan_state(
         ArgumentError: a codec, or a mesh, that is none.
     """
     planner = _Planner(codec, world_size, adapt)
-    neighbours = planner.neighbours if isinstance(adapt, RunAdapter) else None
-    tree = encode(state, leaf=planner.leaf, neighbours=neighbours)
+    tree = encode(state, leaf=planner.leaf, neighbours=planner.neighbours)
     return StatePlan(tree, planner.tensors, planner.chunks)
+
+
+def _no_runs(values: Sequence[Any]) -> Iterator[tuple[int, None]]:
+    yield len(values), None
 
 
 class _Planner:
@@ -80,6 +83,7 @@ class _Planner:
         self._codec = codec
         self._world_size = world_size
         self._adapt = adapt
+        self._runs = adapt.runs if isinstance(adapt, RunAdapter) else _no_runs
         self._numbers: dict[int, int] = {}  # by the id of a source; of a run that of its first
         self._sources: list[TensorSource | SourceRun] = []
         self._meshes: dict[int, tuple[Mesh, bool]] = {}
@@ -111,9 +115,8 @@ class _Planner:
         one: Callable[[Any, Any], Any],
     ) -> list[Any]:
         """Encode what a container holds: runs of tensors at once, the others one by one."""
-        assert isinstance(self._adapt, RunAdapter)
         encoded: list[Any] = []
-        for count, run in self._adapt.runs(values):
+        for count, run in self._runs(values):
             at, end = len(encoded), len(encoded) + count
             if run is None:
                 encoded += map(one, steps[at:end], values[at:end])
