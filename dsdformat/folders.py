@@ -116,7 +116,7 @@ def create(
         threads: How many threads hash and write; up to 8 if None.
         adapt: Called for a value of a type that the format does not have, with its path; gives
             a `TensorSource`, a `Reference` to one, a value that it has, or NotImplemented to
-            refuse it.
+            refuse it. One that is a `dsdformat.sources.RunAdapter` also gives many tensors at once.
 
     Raises:
         StorageError: `already_exists`, `not_replaceable` or `io_error`.

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from dsdformat.boxes import Box
-from dsdformat.datafiles import ChunkJob, FilePlan, FileWriter, plan_files, write_files
+from dsdformat.datafiles import FileWriter, write_files
 from dsdformat.errors import ArgumentError, MismatchError, shorten
+from dsdformat.file_plans import FilePlan, plan_files
 from dsdformat.format.manifest import DataFile
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import Leaf
@@ -118,14 +119,14 @@ class PartWriter:
             value = {step: value}
         self.add(value)
 
-    def plan(self) -> list[ChunkJob]:
+    def plan(self) -> list[FilePlan]:
         """Encode what was added, and plan the data files; `write`, `finish` or `commit` goes on.
 
-        Of the state the writer keeps no more than the `data` of what is returned, which may be
-        replaced by the same bytes elsewhere: what is done to the state then is not seen.
+        Of the state the writer keeps no more than the `data` of the chunks, which may be replaced
+        by the same bytes elsewhere: what is done to the state then is not seen.
 
         Returns:
-            The chunks that will be written, in the order of the files.
+            The files that will be written.
 
         Raises:
             UnsupportedValueError: and whatever else is wrong with the state.
@@ -138,9 +139,9 @@ class PartWriter:
             self._planned = plan_state(
                 self._state, codec=self._codec, world_size=self._world_size, adapt=self._adapt
             )
-            self._plans = plan_files(self._planned.jobs, self._metadata, self._block_nbytes)
+            self._plans = plan_files(self._planned.chunks, self._metadata, self._block_nbytes)
         self._state, self._adapt = {}, None
-        return [job for plan in self._plans for job in plan.jobs]
+        return self._plans
 
     def spare_cache(self) -> None:
         """Write large pieces past the page cache, where that is known to be done well.
@@ -152,7 +153,7 @@ class PartWriter:
     @property
     def planned_nbytes(self) -> int:
         """How many bytes of chunks are planned, before they are compressed."""
-        return sum(job.nbytes for plan in self._plans for job in plan.jobs)
+        return sum(sum(plan.lengths) for plan in self._plans)
 
     def cancel(self) -> None:
         """Let what writes now, in another thread, end with an error soon."""
@@ -186,7 +187,7 @@ class PartWriter:
         ordered = sorted(plans, key=lambda plan: plan.label)
         with paused_gc():
             return part_of(
-                planned.jobs,
+                planned.chunks,
                 ordered,
                 planned.tensors,
                 tree=planned.tree,

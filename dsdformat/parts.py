@@ -7,14 +7,15 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from dsdformat.datafiles import ChunkJob, FilePlan
-from dsdformat.format.codecs import RAW
+from dsdformat.chunks import Chunks
+from dsdformat.file_plans import FilePlan
 from dsdformat.format.digests import DIGEST_NBYTES
 from dsdformat.format.manifest import ChunkRows
+from dsdformat.plan.chunk_merge import whole_boxes
 from dsdformat.plan.part import (
     FileSums,
     Part,
-    TensorRecord,
+    TensorColumns,
     emit_sections,
     needed_features,
     read_parts,
@@ -23,7 +24,7 @@ from dsdformat.plan.part_merge import check_complete, merge_parts
 
 __all__ = [
     "Part",
-    "TensorRecord",
+    "TensorColumns",
     "check_complete",
     "emit_sections",
     "merge_parts",
@@ -34,50 +35,64 @@ __all__ = [
 
 
 def part_of(
-    jobs: Sequence[ChunkJob],
-    plans: Sequence[FilePlan],
-    tensors: Sequence[TensorRecord],
-    **fields: Any,
+    chunks: Chunks, plans: Sequence[FilePlan], tensors: TensorColumns, **fields: Any
 ) -> Part:
     """Make the part of a writer whose files are written.
 
     Args:
-        jobs: All chunks, in the order of tensors and offsets.
+        chunks: All of them.
         plans: The files, in the order of labels.
         tensors: In the order of the tree.
         fields: The other attributes of the part.
     """
-    sums = _file_sums(plans)
     counts = array("I", bytes(4 * len(tensors)))
-    numbers: list[int] = []
-    for job in jobs:
-        counts[job.tensor] += 1
-        numbers += job.box.offset
-        numbers += job.box.shape
-    chunks = ChunkRows(
+    for tensor in chunks.tensor:
+        counts[tensor] += 1
+    count = len(chunks)
+    rows = ChunkRows(
         first=0,
-        file=array("I", [job.file for job in jobs]),
-        codec=array("I", [job.codec for job in jobs]),
-        byte_offset=array("Q", [job.byte_offset for job in jobs]),
-        first_block=array("Q", [job.first_block for job in jobs]),
-        first_frame=array("Q", [job.first_frame for job in jobs]),
-        numbers=array("Q", numbers),
+        file=array("I", bytes(4 * count)),
+        codec=array("I", chunks.codec),
+        byte_offset=array("Q", bytes(8 * count)),
+        first_block=array("Q", bytes(8 * count)),
+        first_frame=array("Q", bytes(8 * count)),
+        numbers=_boxes(chunks),
     )
-    return Part(tensors=tensors, counts=counts, chunks=chunks, sums=sums, **fields)
+    return Part(tensors=tensors, counts=counts, chunks=rows, sums=_file_sums(plans, rows), **fields)
 
 
-def _file_sums(plans: Sequence[FilePlan]) -> list[FileSums]:
-    """Number files, blocks and frames in storage order, and join their digests."""
+def _boxes(chunks: Chunks) -> array[int]:
+    """Return offset and shape of each chunk."""
+    if chunks.box.count(None) == len(chunks):
+        return whole_boxes(chunks.shape)
+    numbers: list[int] = []
+    for box, shape in zip(chunks.box, chunks.shape, strict=True):
+        numbers += (0,) * len(shape) if box is None else box.offset
+        numbers += shape if box is None else box.shape
+    return array("Q", numbers)
+
+
+def _file_sums(plans: Sequence[FilePlan], rows: ChunkRows) -> list[FileSums]:
+    """Number files, blocks and frames in storage order, and join their digests.
+
+    Args:
+        plans: The files.
+        rows: Of all chunks; is told where each lies.
+    """
     sums = []
     blocks = frames = 0
     for number, plan in enumerate(plans):
-        for job in plan.jobs:
-            job.file, job.first_block = number, blocks
-            blocks += len(job.digests) // DIGEST_NBYTES
-            if job.codec != RAW:
-                job.first_frame = frames
-                frames += len(job.frames)
-        digests = b"".join(job.digests for job in plan.jobs)
-        frame_nbytes = array("I", itertools.chain.from_iterable(job.frames for job in plan.jobs))
-        sums.append(FileSums(digests, frame_nbytes, b"".join(j.frame_digests for j in plan.jobs)))
+        for row, at, found in zip(plan.rows, plan.byte_offset, plan.digests, strict=True):
+            rows.byte_offset[row], rows.first_block[row] = at, blocks
+            blocks += len(found) // DIGEST_NBYTES
+        if number:
+            for row in plan.rows:
+                rows.file[row] = number
+        if any(plan.frames):
+            for row, some in zip(plan.rows, plan.frames, strict=True):
+                if some:
+                    rows.first_frame[row] = frames
+                    frames += len(some)
+        frame_nbytes = array("I", itertools.chain.from_iterable(plan.frames))
+        sums.append(FileSums(b"".join(plan.digests), frame_nbytes, b"".join(plan.frame_digests)))
     return sums

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from dsdformat.boxes import Box, whole
 from dsdformat.errors import ArgumentError, MismatchError, UnsupportedValueError, shorten
@@ -19,6 +21,9 @@ from dsdformat.storage.base import Buffer
 __all__ = [
     "Data",
     "Reference",
+    "RunAdapter",
+    "RunMember",
+    "SourceRun",
     "TensorSource",
     "bytes_view",
     "copy_into",
@@ -78,22 +83,6 @@ class TensorSource:
                     code="box_out_of_bounds",
                 )
 
-    @classmethod
-    def of_sound(cls, dtype: str, shape: tuple[int, ...], box: Box, data: Data) -> TensorSource:
-        """Make a source of a whole tensor of which all is known to be right: nothing is checked.
-
-        As `Box.of_unsigned`, for those of which there may be a million.
-        """
-        source = object.__new__(cls)
-        assign = object.__setattr__
-        assign(source, "dtype", dtype)
-        assign(source, "shape", shape)
-        assign(source, "chunks", ((box, data),))
-        assign(source, "codec", None)
-        assign(source, "attributes", _NO_ATTRIBUTES)
-        assign(source, "layout", None)
-        return source
-
     @property
     def row(self) -> Dtype:
         """The row of the dtype table."""
@@ -107,6 +96,72 @@ class TensorSource:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SourceRun:
+    """Neighbours in a container that are whole tensors in one buffer: a source each, as columns.
+
+    Where there are many small ones, an object for each takes longer than to write it. The codec is
+    the writer's choice, and they have no hints.
+
+    Attributes:
+        dtypes: Logical names.
+        shapes: Global shapes.
+        data: A buffer of bytes.
+        starts: Where in it the packed row-major bytes of each tensor begin.
+        nbytes: How many these are.
+    """
+
+    dtypes: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    data: memoryview
+    starts: Sequence[int]
+    nbytes: Sequence[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        unknown = set(self.dtypes) - DTYPES.keys()
+        if unknown:
+            raise UnsupportedValueError(
+                f"{shorten(unknown.pop())} is not a dtype of the format",
+                code="unsupported_dtype",
+                hint="see spec/registry/dtypes.md",
+            )
+        widths = {name: DTYPES[name].itemsize for name in set(self.dtypes)}
+        nbytes = [
+            math.prod(shape) * widths[name]
+            for name, shape in zip(self.dtypes, self.shapes, strict=True)
+        ]
+        object.__setattr__(self, "nbytes", nbytes)
+        ends = map(operator.add, self.starts, nbytes)
+        sizes = itertools.chain.from_iterable(self.shapes)
+        if (
+            len(self.starts) != len(nbytes)
+            or min(sizes, default=1) < 1  # one without elements is no part of a run
+            or max(map(len, self.shapes), default=0) > NDIM_MAX
+            or min(self.starts, default=0) < 0
+            or max(ends, default=0) > len(self.data)
+            or not is_bytes(self.data)
+        ):
+            raise ArgumentError(
+                "shapes and starts of a run do not fit its buffer", code="bad_argument"
+            )
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunMember:
+    """A leaf of the state that is tied to a tensor of a run, which was met before.
+
+    Attributes:
+        run: The run.
+        index: Which tensor of it.
+    """
+
+    run: SourceRun
+    index: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Reference:
     """A leaf of the state that is a source, with hints of its own.
 
@@ -117,11 +172,27 @@ class Reference:
         attributes: Hints stored with this reference, in place of the source's.
     """
 
-    source: TensorSource
+    source: TensorSource | RunMember
     attributes: Mapping[str, Any]
 
 
-def source_of(leaf: TensorSource | Reference) -> TensorSource:
+@runtime_checkable
+class RunAdapter(Protocol):
+    """What turns values into sources (see `dsdformat.create`), and some neighbours at once."""
+
+    def __call__(self, value: Any, place: Sequence[Any]) -> Any:
+        """Return what stands for one value."""
+
+    def runs(self, values: Sequence[Any]) -> Iterator[tuple[int, SourceRun | None]]:
+        """Part neighbours in a container into runs and others, in their order.
+
+        Yields:
+            How many values, and the run that they are; None if each is for `__call__`, which has
+            happened when the next are asked for.
+        """
+
+
+def source_of(leaf: TensorSource | Reference | RunMember) -> TensorSource | RunMember:
     """Return the source that a leaf of the state is, or refers to."""
     return leaf.source if isinstance(leaf, Reference) else leaf
 

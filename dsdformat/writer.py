@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dsdformat.datafiles import FilePlan
 from dsdformat.errors import ArgumentError, MismatchError, UnsupportedValueError, shorten
+from dsdformat.file_plans import FilePlan
 from dsdformat.format.bodies import is_label
 from dsdformat.format.codecs import can_compress
 from dsdformat.format.digests import digest
@@ -207,8 +207,7 @@ def _index_json(plans: Sequence[FilePlan]) -> bytes:
     keys: dict[str, str] = {}
     total = 0
     for plan in plans:
-        for job in plan.jobs:
-            keys[job.key] = plan.label
-            total += job.stored_nbytes
+        keys.update(dict.fromkeys(plan.keys, plan.label))
+        total += sum(plan.stored_nbytes)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(keys.items()))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dsdformat.convert.meters import Meter
-from dsdformat.datafiles import ChunkJob, FilePlan, end_file, share_of, write_chunks
+from dsdformat.datafiles import end_file, write_chunks
+from dsdformat.file_plans import FilePlan, share_of
 from dsdformat.storage.base import Sink, Target, completed
 from dsdformat.storage.target import FileTarget, JoinedTarget, LocalTarget
 from dsdformat.workers import Workers
@@ -150,8 +151,11 @@ class TeamTarget(AbstractContextManager["TeamTarget"]):
         Memory: as `datafiles.write_files`, and the digests of all blocks.
         """
         shares = share_of(plans, self._team.rank, self._team.world_size)
-        meter.total = sum(job.nbytes for share in shares for job in share)
-        rows = [[plan.label, [[job.key, job.codec] for job in plan.jobs]] for plan in plans]
+        meter.total = sum(
+            sum(map(plan.lengths.__getitem__, share))
+            for plan, share in zip(plans, shares, strict=True)
+        )
+        rows = [[plan.label, plan.keys, plan.codecs] for plan in plans]
         self._team.check_agreement(rows, "what is written")
         self.begin([plan.label for plan in plans])
         with self.together():
@@ -194,21 +198,24 @@ class TeamTarget(AbstractContextManager["TeamTarget"]):
         """
         return completed(self.joined.join(label))
 
-    def _exchange(self, plans: Sequence[FilePlan], shares: Sequence[Sequence[ChunkJob]]) -> None:
+    def _exchange(self, plans: Sequence[FilePlan], shares: Sequence[Sequence[int]]) -> None:
         """Tell the others what became of this rank's chunks, and fill in those of others."""
-        places = {id(job): place for plan in plans for place, job in enumerate(plan.jobs)}
-        own = [[[places[id(job)], *_outcome(job)] for job in share] for share in shares]
+        own = [
+            [[place, *_outcome(plan, place)] for place in share]
+            for plan, share in zip(plans, shares, strict=True)
+        ]
         for rows in self._team.gather_values(own):
             for plan, some in zip(plans, rows, strict=True):
                 for place, *outcome in some:
-                    _fill(plan.jobs[place], outcome)
+                    _fill(plan, place, outcome)
 
 
-def _outcome(job: ChunkJob) -> list[Any]:
+def _outcome(plan: FilePlan, place: int) -> list[Any]:
     """Return what only the process knows that has written a chunk."""
-    digests = [bytes(job.digests), bytes(job.frame_digests)]
-    return [job.byte_offset, job.stored_nbytes, *digests, list(job.frames)]
+    sums = [bytes(plan.digests[place]), plan.frame_digests[place]]
+    return [plan.byte_offset[place], plan.stored_nbytes[place], *sums, list(plan.frames[place])]
 
 
-def _fill(job: ChunkJob, outcome: list[Any]) -> None:
-    job.byte_offset, job.stored_nbytes, job.digests, job.frame_digests, job.frames = outcome
+def _fill(plan: FilePlan, place: int, outcome: list[Any]) -> None:
+    plan.byte_offset[place], plan.stored_nbytes[place] = outcome[:2]
+    plan.digests[place], plan.frame_digests[place], plan.frames[place] = outcome[2:]

@@ -9,7 +9,14 @@ from blake3 import blake3
 from dsdformat.format.packing import emit
 from dsdformat.limits import MIB
 
-__all__ = ["DIGEST_NBYTES", "Hasher", "digest", "parse_digest", "tensor_content_digest"]
+__all__ = [
+    "DIGEST_NBYTES",
+    "Hasher",
+    "digest",
+    "digests",
+    "parse_digest",
+    "tensor_content_digest",
+]
 
 DIGEST_NBYTES = 32
 CONTENT_DOMAIN = "dsd-content-1"
@@ -20,6 +27,11 @@ Buffer = bytes | bytearray | memoryview
 def digest(data: Buffer) -> bytes:
     """Return the 32-byte BLAKE3 digest of some bytes."""
     return blake3(data).digest()
+
+
+def digests(pieces: Iterable[Buffer]) -> list[bytes]:
+    """Return the digest of each piece."""
+    return [blake3(piece).digest() for piece in pieces]
 
 
 class Hasher:

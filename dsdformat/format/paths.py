@@ -9,7 +9,7 @@ from dsdformat.boxes import Box
 from dsdformat.errors import shorten
 from dsdformat.limits import INT_MAX, INT_MIN
 
-__all__ = ["Path", "emit_key", "emit_name", "render_path"]
+__all__ = ["Path", "emit_key", "emit_keys", "emit_name", "render_path"]
 
 # Dict keys and indices that lead from the root to a leaf.
 Path = Sequence[Any]
@@ -42,6 +42,22 @@ def emit_key(path: Path, encoded_key: Callable[[Any], bytes]) -> str:
     if name.startswith("/"):
         return "%2F" + name[1:]
     return "%5F_metadata__" if name == "__metadata__" else name
+
+
+def emit_keys(parent: Path, steps: Sequence[Any], encoded_key: Callable[[Any], bytes]) -> list[str]:
+    """Return the payload keys of tensors in one container; see `emit_key`.
+
+    Args:
+        parent: The container's path below the file's prefix.
+        steps: Keys of the tensors in it.
+        encoded_key: As in `emit_key`.
+    """
+    if all(type(step) is str for step in steps):
+        text = "\0".join(steps)
+        if not ("%" in text or "@" in text or "/" in text or "__metadata__" in text):  # most
+            head = f"/{emit_name(parent, encoded_key)}/" if parent else ""
+            return [head + step for step in steps]
+    return [emit_key((*parent, step), encoded_key) for step in steps]
 
 
 def emit_key_suffix(box: Box | None, codec: str | None) -> str:

@@ -19,6 +19,7 @@ from dsdformat.limits import HEADER_ALIGNMENT, SIZE_CLASSES
 __all__ = [
     "HeaderEntry",
     "chunk_key",
+    "emit_entries",
     "emit_entry",
     "emit_form",
     "emit_header",
@@ -26,6 +27,7 @@ __all__ = [
     "header_nbytes",
     "join_entries",
     "size_class",
+    "size_classes",
 ]
 
 
@@ -96,6 +98,18 @@ def emit_entry(key: str, form: str, begin: int, end: int) -> str:
     return f"{_quoted(key)}:{form}{begin},{end}]}}"
 
 
+def emit_entries(keys: Iterable[str], forms: Iterable[str], ends: Sequence[int]) -> list[str]:
+    """Return the entries of chunks in storage order; see `emit_entry`.
+
+    Args:
+        keys: Payload keys.
+        forms: What `emit_form` gives for each.
+        ends: Where each ends, behind where the first begins.
+    """
+    columns = zip(map(_quoted, keys), forms, ends[:-1], ends[1:], strict=True)
+    return [f"{key}:{form}{begin},{end}]}}" for key, form, begin, end in columns]
+
+
 def header_nbytes(text_nbytes: int) -> int:
     """Return where data begins behind a JSON text of this length: a multiple of 4096."""
     return -(-(8 + text_nbytes) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
@@ -112,6 +126,11 @@ def emit_header(text: bytes, nbytes: int) -> bytes | None:
 def size_class(nbytes: int) -> int:
     """Return the largest size class that divides a chunk's decoded length (R-10.8)."""
     return _CLASS_OF.get(nbytes & -nbytes, SIZE_CLASSES[0])
+
+
+def size_classes(lengths: Iterable[int]) -> list[int]:
+    """Return the size class of each chunk; see `size_class`."""
+    return [_CLASS_OF.get(nbytes & -nbytes, SIZE_CLASSES[0]) for nbytes in lengths]
 
 
 # By the largest power of two that divides a length; those that are not here are above all classes.

@@ -15,7 +15,7 @@ import pathlib
 import re
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
 from typing import Any, NamedTuple, NoReturn
@@ -29,6 +29,7 @@ from dsdformat.limits import DEPTH_MAX, INT63_MAX, INT_MAX, INT_MIN
 __all__ = [
     "Encoded",
     "Leaf",
+    "Neighbours",
     "Named",
     "Scalar",
     "Size",
@@ -42,6 +43,10 @@ __all__ = [
 # Called for a value of no known type: gives a `TensorRef`, or a value that is known, or what is
 # `Encoded` already, or NotImplemented.
 Leaf = Callable[[Any, Path], Any]
+
+# Called with the keys and values in a container, its path, and what encodes one of them; gives all
+# of them encoded. For those who know a quicker way for many.
+Neighbours = Callable[[Sequence[Any], Sequence[Any], Path, Callable[[Any, Any], Any]], list[Any]]
 
 KIND = re.compile(r"[a-z][a-z0-9_.]{0,63}\Z")
 
@@ -97,22 +102,27 @@ class TensorRef:
     attributes: tuple[tuple[str, Any], ...] = ()
 
 
-def encode(value: Any, *, leaf: Leaf | None = None, path: Path = ()) -> Any:
+def encode(
+    value: Any, *, leaf: Leaf | None = None, neighbours: Neighbours | None = None, path: Path = ()
+) -> Any:
     """Turn a value into what `packing.emit` writes.
 
     Args:
         value: Any nesting of the values of the spec.
         leaf: What to do with other types; see `Leaf`. It is called in the order of the tree.
+        neighbours: What to do with all that a container holds; see `Neighbours`. Likewise.
         path: Where the value lies, for errors.
 
     Raises:
         UnsupportedValueError: `unsupported_value` with the path, or `value_too_deep`.
     """
-    return _Encoder(leaf, list(path), depth=1).encode(value)
+    return _Encoder(leaf, neighbours, list(path), depth=1).encode(value)
 
 
 def encode_key(key: Any, path: Path = (), depth: int = 1) -> Any:
     """Encode a key value: what may be a dict key or an element of a set (R-11.4)."""
+    if type(key) is str and key.isascii():  # most are
+        return key
     fault = find_key_fault(key)
     if fault:
         raise UnsupportedValueError(
@@ -120,7 +130,7 @@ def encode_key(key: Any, path: Path = (), depth: int = 1) -> Any:
             f"{shorten(key)}",
             path_in_tree=render_path(path),
         )
-    return _Encoder(None, list(path), depth).encode(key)
+    return _Encoder(None, None, list(path), depth).encode(key)
 
 
 def encoded_key(key: Any) -> bytes:
@@ -141,8 +151,11 @@ def find_key_fault(key: Any) -> str | None:
 
 
 class _Encoder:
-    def __init__(self, leaf: Leaf | None, path: list[Any], depth: int) -> None:
+    def __init__(
+        self, leaf: Leaf | None, neighbours: Neighbours | None, path: list[Any], depth: int
+    ) -> None:
         self.leaf = leaf
+        self.neighbours = neighbours
         self.path = path
         self.depth = depth  # of the msgpack array or map around the value (R-8.6)
 
@@ -190,6 +203,17 @@ class _Encoder:
         self.path.pop()
         return result
 
+    def children(self, steps: Sequence[Any], values: Sequence[Any], levels: int = 1) -> list[Any]:
+        """Encode all that a container holds."""
+
+        def one(step: Any, value: Any) -> Any:
+            return self.child(step, value, levels)
+
+        # So deep down each is to be refused with its own path.
+        if self.neighbours is None or not steps or self.depth + levels >= DEPTH_MAX:
+            return list(map(one, steps, values))
+        return self.neighbours(steps, values, self.path, one)
+
     def _too_deep(self) -> NoReturn:
         place = render_path(self.path[:3])
         raise UnsupportedValueError(
@@ -224,9 +248,12 @@ class _Encoder:
         return value
 
     def _dict(self, value: dict[Any, Any]) -> Any:
-        if any(type(key) is not str for key in value):
+        if set(map(type, value)) - {str}:
             return ["dict", *self._pairs(value, ordered=True)]
-        return {self._str(key): self.child(key, value[key]) for key in sorted(value)}
+        keys = sorted(value)
+        if not "".join(keys).isascii():
+            deque(map(self._str, keys), maxlen=0)
+        return dict(zip(keys, self.children(keys, [value[key] for key in keys]), strict=True))
 
     def _odict(self, value: OrderedDict[Any, Any]) -> Any:
         return ["odict", *self._pairs(value, ordered=False)]
@@ -241,10 +268,12 @@ class _Encoder:
         keys = [(encode_key(key, self.path, self.depth + 2), key) for key in value]
         if ordered:
             keys.sort(key=lambda pair: emit(pair[0]))
-        return [[encoded, self.child(key, value[key], levels=2)] for encoded, key in keys]
+        steps = [key for _, key in keys]
+        children = self.children(steps, [value[key] for key in steps], levels=2)
+        return [[encoded, child] for (encoded, _), child in zip(keys, children, strict=True)]
 
-    def _sequence(self, tag: str, value: Iterable[Any]) -> list[Any]:
-        return [tag, *(self.child(index, item) for index, item in enumerate(value))]
+    def _sequence(self, tag: str, value: Collection[Any]) -> list[Any]:
+        return [tag, *self.children(range(len(value)), list(value))]
 
     def _list(self, value: list[Any]) -> Any:
         return self._sequence("list", value)

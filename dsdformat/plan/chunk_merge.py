@@ -21,7 +21,7 @@ from dsdformat.format.manifest import ChunkRows
 from dsdformat.limits import CUT_DIMS_MAX
 from dsdformat.plan.tilings import find_tiling, flat_offsets
 
-__all__ = ["WriterChunks", "find_gap", "merge_rows"]
+__all__ = ["WriterChunks", "find_gap", "merge_rows", "whole_boxes"]
 
 _NUMBER_NBYTES = 8
 
@@ -105,6 +105,13 @@ def find_gap(shape: Sequence[int], count: int, numbers: array[int]) -> str | Non
         box = numbers[2 * ndim * chunk : 2 * ndim * (chunk + 1)]
         boxes.append(Box(tuple(box[:ndim]), tuple(box[ndim:])))
     return _find_gap(tuple(shape), boxes)
+
+
+def whole_boxes(shapes: Sequence[Sequence[int]]) -> array[int]:
+    """Return offset and shape of each tensor as one box."""
+    zeros = {ndim: (0,) * ndim for ndim in set(map(len, shapes))}
+    pairs = ((zeros[len(shape)], shape) for shape in shapes)
+    return array("Q", itertools.chain.from_iterable(itertools.chain.from_iterable(pairs)))
 
 
 class _Band:

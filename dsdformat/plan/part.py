@@ -11,7 +11,7 @@ import itertools
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from dsdformat.errors import Problem, raise_problems
@@ -46,7 +46,7 @@ from dsdformat.plan.tree_merge import Piece, cut_tree, joined_tree
 __all__ = [
     "FileSums",
     "Part",
-    "TensorRecord",
+    "TensorColumns",
     "emit_sections",
     "first_rows",
     "needed_features",
@@ -56,12 +56,21 @@ __all__ = [
 _CARRIED = "part"  # the extension that holds what is carried in another form
 
 
-class TensorRecord(NamedTuple):
-    """One tensor: what all writers must agree on, and provenance."""
+@dataclass(slots=True)
+class TensorColumns:
+    """Tensors: what all writers must agree on, and provenance.
 
-    dtype: str
-    shape: tuple[int, ...]
-    layout: tuple[Mesh, tuple[str, ...]] | None
+    Attributes:
+        dtypes, shapes: One of each for each tensor.
+        layouts: Of tensors that have one, by number: a mesh and one placement per axis.
+    """
+
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    layouts: dict[int, tuple[Mesh, tuple[str, ...]]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.dtypes)
 
 
 class FileSums(NamedTuple):
@@ -95,7 +104,7 @@ class Part:
     """
 
     tree: Any
-    tensors: Sequence[TensorRecord]
+    tensors: TensorColumns
     counts: array[int]
     chunks: ChunkRows
     files: list[DataFile]
@@ -138,8 +147,9 @@ def read_parts(parts: Iterable[bytes]) -> list[Part]:
 
 def emit_sections(part: Part) -> tuple[Body, list[tuple[str, Iterable[bytes]]]]:
     """Make the body and the columnar sections of a part."""
-    dtypes = sorted({tensor.dtype for tensor in part.tensors})
-    numbers, meshes, layouts = _number_layouts(part.tensors)
+    tensors = part.tensors
+    dtypes = sorted(set(tensors.dtypes))
+    numbers, meshes, layouts = _number_layouts(tensors)
     body = Body(
         tree=joined_tree(part.pieces) if part.tree is None else part.tree,
         block_nbytes=part.block_nbytes,
@@ -150,18 +160,18 @@ def emit_sections(part: Part) -> tuple[Body, list[tuple[str, Iterable[bytes]]]]:
         world_size=part.world_size,
     )
     index = {name: number for number, name in enumerate(dtypes)}
-    tensors = [
-        array("I", [index[tensor.dtype] for tensor in part.tensors]),
-        array("I", [len(tensor.shape) for tensor in part.tensors]),
+    columns = [
+        array("I", map(index.__getitem__, tensors.dtypes)),
+        array("I", map(len, tensors.shapes)),
         part.counts,
-        array("I", numbers),
+        numbers,
     ]
-    shapes = array("Q", itertools.chain.from_iterable(tensor.shape for tensor in part.tensors))
+    shapes = array("Q", itertools.chain.from_iterable(tensors.shapes))
     frame_nbytes = array("I", itertools.chain.from_iterable(one.frame_nbytes for one in part.sums))
     rows = part.chunks
     wide = (rows.byte_offset, rows.first_block, rows.first_frame)
     return body, [
-        ("tensors", map(pack_u32, tensors)),
+        ("tensors", map(pack_u32, columns)),
         ("shapes", [pack_u64(shapes)]),
         ("chunks", [pack_u32(rows.file), pack_u32(rows.codec), *map(pack_u64, wide)]),
         ("boxes", [pack_u64(rows.numbers)]),
@@ -181,7 +191,7 @@ class _PartReader:
 
     def __init__(self) -> None:
         self._layouts: dict[bytes, dict[str, Any]] = {}
-        self._tensors: dict[tuple[Any, ...], Sequence[TensorRecord]] = {}
+        self._tensors: dict[tuple[Any, ...], TensorColumns] = {}
         self._pieces = PieceChecks()
 
     def read(self, raw: bytes, rank: int) -> Part:
@@ -237,15 +247,12 @@ class _PartReader:
             self._layouts[raw] = layouts
         return self._layouts[raw]
 
-    def _shared_tensors(
-        self, body: Body, columns: Columns, shapes: bytes
-    ) -> Sequence[TensorRecord]:
-        """Return the tensors of a part: one list for parts that agree on them."""
+    def _shared_tensors(self, body: Body, columns: Columns, shapes: bytes) -> TensorColumns:
+        """Return the tensors of a part: one object for parts that agree on them."""
         numbers = (columns.dtype.tobytes(), columns.ndim.tobytes(), columns.layout.tobytes())
         key = (*numbers, shapes, body.dtypes, body.layouts, body.meshes)
         if key not in self._tensors:
-            count = range(columns.tensors)
-            self._tensors[key] = [_tensor_record(body, columns, index) for index in count]
+            self._tensors[key] = _tensors(body, columns)
         return self._tensors[key]
 
 
@@ -322,23 +329,23 @@ def first_rows(sums: Sequence[FileSums]) -> tuple[list[int], list[int]]:
 
 
 def _number_layouts(
-    tensors: Sequence[TensorRecord],
-) -> tuple[list[int], tuple[Mesh, ...], tuple[Layout, ...]]:
+    tensors: TensorColumns,
+) -> tuple[array[int], tuple[Mesh, ...], tuple[Layout, ...]]:
     """Number the layouts of tensors from 1, 0 for none; each object of a mesh is looked at once."""
     meshes: dict[Mesh, int] = {}
     layouts: dict[tuple[int, tuple[str, ...]], int] = {}
     known: dict[int, int] = {}
-    numbers = []
-    for tensor in tensors:
-        if tensor.layout is None:
-            numbers.append(0)
-            continue
-        mesh, placements = tensor.layout
+    numbers = array("I", bytes(4 * len(tensors)))
+    for tensor, (mesh, placements) in sorted(tensors.layouts.items(), key=_first):
         if id(mesh) not in known:
             known[id(mesh)] = meshes.setdefault(mesh, len(meshes))
         layout = (known[id(mesh)], tuple(placements))
-        numbers.append(layouts.setdefault(layout, len(layouts)) + 1)
+        numbers[tensor] = layouts.setdefault(layout, len(layouts)) + 1
     return numbers, tuple(meshes), tuple(Layout(*layout) for layout in layouts)
+
+
+def _first(pair: tuple[int, Any]) -> int:
+    return pair[0]
 
 
 def _plain_layouts(body: Body) -> dict[str, Any]:
@@ -351,13 +358,15 @@ def _plain_layouts(body: Body) -> dict[str, Any]:
     return {"layouts": layouts, "meshes": meshes}
 
 
-def _tensor_record(body: Body, columns: Columns, index: int) -> TensorRecord:
-    number = columns.layout[index]
-    layout = None
-    if number:
-        row = body.layouts[number - 1]
-        layout = (body.meshes[row.mesh], row.placements)
-    return TensorRecord(body.dtypes[columns.dtype[index]], columns.shape(index), layout)
+def _tensors(body: Body, columns: Columns) -> TensorColumns:
+    dtypes = list(map(body.dtypes.__getitem__, columns.dtype))
+    shapes = list(map(columns.shape, range(columns.tensors)))
+    layouts = {}
+    for tensor, number in enumerate(columns.layout):
+        if number:
+            row = body.layouts[number - 1]
+            layouts[tensor] = body.meshes[row.mesh], row.placements
+    return TensorColumns(dtypes, shapes, layouts)
 
 
 def _check_tree(tree: Any, tensors: int, rank: int) -> None:

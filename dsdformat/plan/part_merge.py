@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsdformat.errors import MismatchError, shorten
-from dsdformat.plan.chunk_merge import WriterChunks, find_gap, merge_rows
-from dsdformat.plan.part import FileSums, Part, TensorRecord, first_rows
+from dsdformat.plan.chunk_merge import WriterChunks, find_gap, merge_rows, whole_boxes
+from dsdformat.plan.part import FileSums, Part, TensorColumns, first_rows
 from dsdformat.plan.tree_merge import cut_tree, index_tensors, merge_pieces, tensor_name
 
 __all__ = ["check_complete", "merge_parts"]
@@ -39,9 +39,7 @@ def merge_parts(parts: Sequence[Part]) -> Part:
     order = sorted(range(len(labeled)), key=lambda number: labeled[number][0].label)
     files = [labeled[number][0] for number in order]
     sums = [labeled[number][1] for number in order]
-    counts, chunks = merge_rows(
-        _writer_chunks(parts, indexes, order, sums), [tensor.shape for tensor in tensors]
-    )
+    counts, chunks = merge_rows(_writer_chunks(parts, indexes, order, sums), tensors.shapes)
     first = parts[0]
     return Part(
         merged.tree, tensors, counts, chunks, files, sums, first.block_nbytes, first.world_size
@@ -54,11 +52,14 @@ def check_complete(part: Part) -> None:
     Raises:
         MismatchError: `chunks_incomplete`, naming the first tensors.
     """
+    shapes = part.tensors.shapes
+    if part.counts == array("I", [1]) * len(shapes) and part.chunks.numbers == whole_boxes(shapes):
+        return  # most are whole
     faults = []
     at = 0
-    for index, (tensor, count) in enumerate(zip(part.tensors, part.counts, strict=True)):
-        end = at + 2 * len(tensor.shape) * count
-        gap = find_gap(tensor.shape, count, part.chunks.numbers[at:end])
+    for index, (shape, count) in enumerate(zip(shapes, part.counts, strict=True)):
+        end = at + 2 * len(shape) * count
+        gap = find_gap(shape, count, part.chunks.numbers[at:end])
         if gap is not None:
             faults.append((index, gap))
         at = end
@@ -106,28 +107,29 @@ def _writer_chunks(
 
 def _united(
     parts: Sequence[Part], indexes: Sequence[Sequence[int]], tree: Any, count: int
-) -> list[TensorRecord]:
+) -> TensorColumns:
     """Return the merged tensors; parts that share both lists are looked at once."""
-    united: list[TensorRecord | None] = [None] * count
+    united = TensorColumns([""] * count, [()] * count)
+    dtypes, shapes, layouts = united.dtypes, united.shapes, united.layouts
     seen = set()
     for part, index in zip(parts, indexes, strict=True):
         if (id(part.tensors), id(index)) in seen:
             continue
         seen.add((id(part.tensors), id(index)))
-        for number, other in zip(index, part.tensors, strict=True):
-            first = united[number]
-            if first is None:
-                united[number] = other
-                continue
-            if (other.dtype, other.shape) != (first.dtype, first.shape):
+        for number, dtype, shape in zip(
+            index, part.tensors.dtypes, part.tensors.shapes, strict=True
+        ):
+            if not dtypes[number]:
+                dtypes[number], shapes[number] = dtype, shape
+            elif (dtypes[number], shapes[number]) != (dtype, shape):
                 raise MismatchError(
                     f"{tensor_name(tree, number)}: writers disagree: "
-                    f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}",
+                    f"{dtypes[number]}{list(shapes[number])} and {dtype}{list(shape)}",
                     code="state_conflict",
                 )
-            if first.layout is None:
-                united[number] = other
-    return [tensor for tensor in united if tensor is not None]
+        for tensor, layout in part.tensors.layouts.items():
+            layouts.setdefault(index[tensor], layout)
+    return united
 
 
 def _check_agreement(parts: Sequence[Part]) -> None:

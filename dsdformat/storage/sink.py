@@ -48,7 +48,7 @@ class FileSink:
 
     def write_at(self, byte_offset: int, pieces: Sequence[Buffer]) -> None:
         """Write pieces one after another, beginning at a place in the file."""
-        views = [_as_bytes(piece) for piece in pieces]
+        views = list(map(_as_bytes, pieces))
         if self._past_cache and len(views) == 1 and len(views[0]) >= _DIRECT_NBYTES:
             self._write_past_cache(byte_offset, views[0])
         else:
@@ -100,7 +100,7 @@ class FileSink:
             os.close(self._fd)
 
     def _write_cached(self, byte_offset: int, views: Sequence[memoryview]) -> None:
-        views = [view for view in views if len(view)]
+        views = list(filter(len, views))
         end = byte_offset
         with storage_errors(self._path):
             for at in range(0, len(views), PIECES_MAX):
@@ -113,6 +113,8 @@ class FileSink:
             if count == 0:
                 raise StorageError(f"{self._path}: the system took no bytes")
             byte_offset += count
+            if count == sum(map(len, views)):  # all, as ever
+                break
             while views and count >= len(views[0]):
                 count -= len(views.pop(0))
             if count:
@@ -142,7 +144,7 @@ class FileSink:
 
 
 def _as_bytes(piece: Buffer) -> memoryview:
-    view = memoryview(piece)
+    view = piece if type(piece) is memoryview else memoryview(piece)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from dsdformat.boxes import Box, row_boxes
@@ -34,6 +35,7 @@ __all__ = [
     "empty",
     "is_packed",
     "memory_order",
+    "memory_view",
     "overlaps_itself",
     "tensor_over",
     "typed",
@@ -95,6 +97,33 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     start = tensor.storage_offset() * tensor.element_size()
     array = flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,)).numpy()
+    return memoryview(array)
+
+
+class _Addresses:
+    """A range of addresses, as numpy asks for one."""
+
+    def __init__(self, begin: int, end: int, owners: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (end - begin,),
+            "data": (begin, True),  # not to be written to
+        }
+        self.owners = owners
+
+
+def memory_view(begin: int, end: int, owners: Any) -> memoryview:
+    """Return one view over a range of addresses in which many tensors lie.
+
+    A view of each of them takes longer than to write its bytes. What lies between them is not
+    theirs, nor need it be there: nobody may look at it.
+
+    Args:
+        begin, end: The range.
+        owners: What keeps the tensors' memory; the view keeps it.
+    """
+    array: Any = np.asarray(_Addresses(begin, end, owners))
     return memoryview(array)
 
 

@@ -104,6 +104,7 @@ class _Leaves:
                     return tensor  # in components, whole
                 raise _no_block(path)
             source = source_of(adapted)
+            assert isinstance(source, TensorSource)  # no run was asked for yet
             data = source.chunks[0][1] if direct else _anew(self.planner, item)
             chunks += _chunks(_box(item), shape, data)
             dtypes.add(source.dtype)

@@ -108,8 +108,14 @@ class RankAdapter(Adapter):
             return self._reference(value, identity)
         made = super().__call__(value, place)
         if isinstance(made, (Reference, TensorSource)) and not self._writes(place):
-            return Reference(self._empty(source_of(made)), made.attributes)
+            source = source_of(made)
+            assert isinstance(source, TensorSource)  # there are no runs
+            return Reference(self._empty(source), made.attributes)
         return made
+
+    def runs(self, values: Sequence[Any]) -> Iterator[tuple[int, None]]:
+        """Give no runs: of most tensors this rank stores a part, or nothing."""
+        yield len(values), None
 
     def _reference(self, tensor: Any, identity: Any) -> Reference:
         source = self._sources.get(identity)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dsdformat.boxes import whole_box
 from dsdformat.errors import DependencyError, UnsupportedValueError
+from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.paths import render_path
 from dsdformat.format.values import Named
-from dsdformat.sources import Reference, TensorSource
-from dsdformat.torch.buffers import bytes_of, data_of, memory_order
+from dsdformat.sources import Reference, RunMember, SourceRun, TensorSource
+from dsdformat.torch.buffers import OWN_CLASSES, data_of, memory_order, memory_view
 from dsdformat.torch.compat import is_lazy
 from dsdformat.torch.composites import find_kind, plain_address, refusal, take_apart
-from dsdformat.torch.dtypes import find_named, logical_dtype
+from dsdformat.torch.dtypes import find_named, logical_dtype, torch_dtype
 from dsdformat.torch.introspect import is_array, local_tensor
 from dsdformat.torch.sharding import FlatShard, held_view
 
@@ -39,16 +43,41 @@ NUMPY = "numpy"
 COMPOSITE = "torch.composite"
 
 _HOST = torch.device("cpu")
+_NAMES = {dtype: name for name in DTYPES if (dtype := torch_dtype(name)) is not None}
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Plain tensors that are neighbours: where each begins, what it is, and what keeps it alive."""
+
+    addresses: list[int] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+
+    def run(self) -> SourceRun:
+        """Return them as a run, in a view of all memory from the first to the last."""
+        widths = {name: DTYPES[name].itemsize for name in set(self.dtypes)}
+        columns = zip(self.addresses, self.shapes, self.dtypes, strict=True)
+        end = max(at + math.prod(shape) * widths[name] for at, shape, name in columns)
+        first = min(self.addresses)
+        data = memory_view(first, end, self.storages)
+        return SourceRun(self.dtypes, self.shapes, data, [at - first for at in self.addresses])
 
 
 class Adapter:
     """Turns what a state holds beside plain values into what the writer stores.
 
-    Tensors are tied that are the same memory in the same shape, order and dtype.
+    Tensors are tied that are the same memory in the same shape, order and dtype. Plain ones that
+    are met the first time go in runs (see `RunAdapter`), all others one by one.
     """
 
     def __init__(self) -> None:
-        self._sources: dict[Any, TensorSource] = {}
+        self._sources: dict[Any, TensorSource] = {}  # by identity, of those that are in no run
+        self._runs: list[SourceRun] = []
+        self._firsts: list[int] = []  # of each run: how many tensors are in those before
+        self._members: dict[int, int] = {}  # where a tensor of a run begins: its number among all
+        self._taken: set[int] = set()  # where all of them begin
         self._alive: list[Any] = []  # so that nothing else gets the memory or id of a source
 
     def __call__(self, value: Any, place: Sequence[Any]) -> Any:
@@ -63,9 +92,8 @@ class Adapter:
 
     def _tensor(self, tensor: torch.Tensor, place: Sequence[Any]) -> Any:
         self._alive.append(tensor)
-        address = plain_address(tensor)
-        if address:
-            return self._plain(tensor, address)
+        if plain_address(tensor):
+            return self._source(tensor, tensor)
         reason = refusal(tensor)
         if is_lazy(tensor):
             reason = "a parameter of a lazy module has no shape yet: call the module once"
@@ -91,18 +119,7 @@ class Adapter:
         order, source = memory_order(local), self._source(local, tensor)
         return source if order is None else Reference(source, {ORDER: order})
 
-    def _plain(self, tensor: torch.Tensor, address: int) -> TensorSource:
-        """Return `_source` of a plain tensor, whose identity has little in it."""
-        shape, name = tuple(tensor.shape), logical_dtype(tensor.dtype)
-        assert name is not None
-        identity = address, _HOST, shape, None, name, (False, False)
-        source = self._sources.get(identity)
-        if source is None:
-            source = TensorSource.of_sound(name, shape, whole_box(shape), bytes_of(tensor))
-            self._sources[identity] = source
-        return source
-
-    def _source(self, local: torch.Tensor, tensor: torch.Tensor) -> TensorSource:
+    def _source(self, local: torch.Tensor, tensor: torch.Tensor) -> TensorSource | RunMember:
         """Return the source of a tensor, which is that of all that are tied to it.
 
         Args:
@@ -110,20 +127,74 @@ class Adapter:
             tensor: What the state has.
         """
         identity = tensor_identity(local, tensor)
-        source = self._sources.get(identity)
+        source = self._known(identity)
         if source is None:
             shape, name = tuple(local.shape), logical_dtype(local.dtype)
             assert name is not None
             source = TensorSource(name, shape, [(whole_box(shape), data_of(local))])
-            self._sources[identity] = source
+            self._keep(identity, source)
             self._alive.append(local)
         return source
 
     def _array(self, array: Any, place: Sequence[Any]) -> Any:
-        source = numpy_side().source_of(array, place)
+        made = numpy_side().source_of(array, place)
         self._alive.append(array)
-        identity = array_identity(array, source.dtype)
-        return Reference(self._sources.setdefault(identity, source), {FLAVOUR: NUMPY})
+        identity = array_identity(array, made.dtype)
+        source = self._known(identity)
+        if source is None:
+            self._keep(identity, made)
+        return Reference(made if source is None else source, {FLAVOUR: NUMPY})
+
+    def runs(self, values: Sequence[Any]) -> Iterator[tuple[int, SourceRun | None]]:
+        """Part neighbours into runs of plain tensors, met the first time, and others."""
+        if OWN_CLASSES.isdisjoint(map(type, values)) or sys.byteorder == "big":
+            yield len(values), None
+            return
+        rows, others, taken = _Rows(), 0, self._taken
+        for value in values:
+            address = plain_address(value)
+            if address and others:  # which may turn out to be this memory
+                yield others, None
+                others = 0
+            if address and address not in taken:
+                taken.add(address)
+                rows.addresses.append(address)
+                rows.dtypes.append(_NAMES[value.dtype])
+                rows.shapes.append(tuple(value.shape))
+                rows.storages.append(value.untyped_storage())
+                continue
+            if rows.addresses:
+                yield len(rows.addresses), self._run(rows)
+                rows = _Rows()
+            others += 1
+        if rows.addresses:
+            yield len(rows.addresses), self._run(rows)
+        if others:
+            yield others, None
+
+    def _run(self, rows: _Rows) -> SourceRun:
+        run = rows.run()
+        first = len(self._members)
+        self._runs.append(run)
+        self._firsts.append(first)
+        numbers = range(first, first + len(run))
+        self._members.update(zip(rows.addresses, numbers, strict=True))
+        return run
+
+    def _known(self, identity: Any) -> TensorSource | RunMember | None:
+        """Return the source of what has this identity, if there is one."""
+        source = self._sources.get(identity)
+        number = self._members.get(identity[0])
+        if source is not None or number is None:
+            return source
+        at = bisect.bisect_right(self._firsts, number) - 1
+        run, index = self._runs[at], number - self._firsts[at]
+        plain = identity[0], _HOST, run.shapes[index], None, run.dtypes[index], (False, False)
+        return RunMember(run, index) if identity == plain else None
+
+    def _keep(self, identity: Any, source: TensorSource) -> None:
+        self._sources[identity] = source
+        self._taken.add(identity[0])
 
 
 def value_of(value: Any, place: Sequence[Any]) -> Any:

@@ -11,14 +11,17 @@ goes on, so that nothing that is queued on it later changes what is saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from mmap import PAGESIZE
 from typing import Any
 
 import numpy as np
 import torch
 
-from dsdformat.datafiles import ChunkJob
+from dsdformat.chunks import Chunks
+from dsdformat.file_plans import FilePlan
 from dsdformat.format.codecs import RAW
 from dsdformat.limits import KIB, MIB
 from dsdformat.sources import copy_into
@@ -76,11 +79,11 @@ class HostBuffer:
         self._for_devices = self._pinned = False
 
 
-def stage(jobs: Sequence[ChunkJob], buffer: HostBuffer, workers: Workers) -> list[Any]:
+def stage(plans: Sequence[FilePlan], buffer: HostBuffer, workers: Workers) -> list[Any]:
     """Copy the data of chunks into the buffer, and let the chunks have it there.
 
     Args:
-        jobs: In the order in which they are written.
+        plans: The files in which they are written, in that order.
         buffer: In use until they are written.
         workers: Who copies what lies in host memory.
 
@@ -93,91 +96,111 @@ def stage(jobs: Sequence[ChunkJob], buffer: HostBuffer, workers: Workers) -> lis
 
     Memory: the buffer; for what is neither packed nor on a CUDA device, one slab per thread.
     """
-    places = _places(jobs)
-    device = [job for job in jobs if type(job.data) is Slabs and job.data.tensor.is_cuda]
-    room = buffer.room(places[-1], pinned=bool(device))
-    pairs = [(job, room[at : at + job.nbytes]) for job, at in zip(jobs, places[:-1], strict=True)]
-    remote = set(map(id, device))
-    events = _copy_from_devices([pair for pair in pairs if id(pair[0]) in remote])
-    workers.run(_tasks([pair for pair in pairs if id(pair[0]) not in remote]))
-    for job, view in pairs:
-        job.data = view
+    if not plans:
+        return []
+    chunks, rows = plans[0].chunks, [row for plan in plans for row in plan.rows]
+    places, end = _places(plans)
+    device = {row for row, data in enumerate(chunks.data) if _is_on_device(data)}
+    room = buffer.room(end, pinned=bool(device))
+    copies = _Copies(chunks, room, dict(zip(rows, places, strict=True)))
+    events = copies.from_devices([row for row in rows if row in device])
+    workers.run(copies.tasks([row for row in rows if row not in device] if device else rows))
+    for row, place in zip(rows, places, strict=True):
+        chunks.data[row], chunks.start[row] = room, place
     return events
 
 
-def _places(jobs: Sequence[ChunkJob]) -> list[int]:
-    """Return where each chunk begins in the buffer, and the end."""
+def _places(plans: Sequence[FilePlan]) -> tuple[list[int], int]:
+    """Return where each chunk begins in the buffer, file by file, and the end."""
     places, end = [], 0
-    for job in jobs:
-        # Chunks of a file follow each other here too, so only its first leaves a gap.
-        raw = job.codec == RAW
-        end += (job.byte_offset - end) % PAGESIZE if raw else -end % _ALIGNMENT
-        places.append(end)
-        end += job.nbytes
-    return [*places, end]
+    for plan in plans:
+        columns = zip(plan.codecs, plan.lengths, plan.byte_offset, strict=True)
+        for codec, nbytes, byte_offset in columns:
+            # Chunks of a file follow each other here too, so only its first leaves a gap.
+            end += (byte_offset - end) % PAGESIZE if codec == RAW else -end % _ALIGNMENT
+            places.append(end)
+            end += nbytes
+    return places, end
 
 
-def _tasks(pairs: Sequence[tuple[ChunkJob, memoryview]]) -> Iterator[Task]:
-    """Cut the copies into tasks of about one size."""
-    batch: list[tuple[ChunkJob, memoryview]] = []
-    held = 0
-    for job, into in pairs:
-        if callable(job.data):
-            yield _packing(job, into)
-        elif job.nbytes < _TASK_NBYTES:
-            batch.append((job, into))
-            held += job.nbytes
-            if held >= _TASK_NBYTES:
-                yield _batch(batch)
-                batch, held = [], 0
+def _is_on_device(data: Any) -> bool:
+    return type(data) is Slabs and data.tensor.is_cuda
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Copies of chunks, by their rows.
+
+    Attributes:
+        chunks: What is copied.
+        room: The buffer.
+        places: Where in it each goes.
+    """
+
+    chunks: Chunks
+    room: memoryview
+    places: Mapping[int, int]
+
+    def into(self, row: int) -> memoryview:
+        """Return the memory that a chunk goes to."""
+        return self.room[self.places[row] : self.places[row] + self.chunks.nbytes[row]]
+
+    def tasks(self, rows: Sequence[int]) -> Iterator[Task]:
+        """Cut the copies into tasks of about one size."""
+        datas, lengths = self.chunks.data, self.chunks.nbytes
+        batch: list[int] = []
+        held = 0
+        for row in rows:
+            if callable(datas[row]):
+                yield functools.partial(self._pack, row)
+            elif lengths[row] < _TASK_NBYTES:
+                batch.append(row)
+                held += lengths[row]
+                if held >= _TASK_NBYTES:
+                    yield functools.partial(self._copy, batch)
+                    batch, held = [], 0
+            else:
+                source, into = self.chunks.view(row), self.into(row)
+                for at in range(0, lengths[row], _TASK_NBYTES):
+                    some = slice(at, at + _TASK_NBYTES)
+                    yield functools.partial(_copy, source[some], into[some])
+        if batch:
+            yield functools.partial(self._copy, batch)
+
+    def _copy(self, rows: Sequence[int]) -> None:
+        room, places = self.room, self.places
+        for row, source in zip(rows, self.chunks.views(rows), strict=True):
+            if len(source) < _LARGE_NBYTES:
+                at = places[row]
+                room[at : at + len(source)] = source
+            else:
+                _copy(source, self.into(row))
+
+    def _pack(self, row: int) -> None:
+        data, into = self.chunks.data[row], self.into(row)
+        if type(data) is Slabs and len(into):
+            _copy_tensor(data.tensor, into)
         else:
-            source = job.view()
-            for at in range(0, job.nbytes, _TASK_NBYTES):
-                yield _piece(source[at : at + _TASK_NBYTES], into[at : at + _TASK_NBYTES])
-    if batch:
-        yield _batch(batch)
+            copy_into(data, into, self.chunks.name(row))
 
-
-def _batch(batch: list[tuple[ChunkJob, memoryview]]) -> Task:
-    def copy() -> None:
-        for job, into in batch:
-            _copy(job.view(), into)
-
-    return copy
-
-
-def _piece(source: memoryview, into: memoryview) -> Task:
-    return lambda: _copy(source, into)
+    def from_devices(self, rows: Sequence[int]) -> list[Any]:
+        """Begin to copy what lies on devices; return an event of each device."""
+        by_device: dict[torch.device, list[tuple[torch.Tensor, memoryview]]] = {}
+        for row in rows:
+            data, into = self.chunks.data[row], self.into(row)
+            if isinstance(data, Slabs) and len(into):
+                by_device.setdefault(data.tensor.device, []).append((data.tensor, into))
+        return [_copy_from_device(device, copies) for device, copies in by_device.items()]
 
 
 def _copy(source: memoryview, into: memoryview) -> None:
-    if len(source) < _LARGE_NBYTES:
-        into[:] = source
-    else:
-        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def _packing(job: ChunkJob, into: memoryview) -> Task:
-    def copy() -> None:
-        if type(job.data) is Slabs and job.nbytes:
-            _copy_tensor(job.data.tensor, into)
-        else:
-            copy_into(job.data, into, job.name)
-
-    return copy
+    """Copy much, and let other threads of Python go on meanwhile."""
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _copy_tensor(tensor: torch.Tensor, into: memoryview, **options: Any) -> None:
     target = tensor_over(into, tensor.dtype, tensor.shape)
     as_bits(target).copy_(as_bits(tensor), **options)
-
-
-def _copy_from_devices(pairs: Sequence[tuple[ChunkJob, memoryview]]) -> list[Any]:
-    by_device: dict[torch.device, list[tuple[torch.Tensor, memoryview]]] = {}
-    for job, into in pairs:
-        if isinstance(job.data, Slabs) and job.nbytes:
-            by_device.setdefault(job.data.tensor.device, []).append((job.data.tensor, into))
-    return [_copy_from_device(device, copies) for device, copies in by_device.items()]
 
 
 def _copy_from_device(

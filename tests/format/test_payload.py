@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -12,14 +13,18 @@ from dsdformat.boxes import Box, whole
 from dsdformat.format.codecs import PLANES, RAW, ZSTD
 from dsdformat.format.dtypes import DTYPES, payload_shape
 from dsdformat.format.packing import emit
-from dsdformat.format.paths import emit_key, emit_name, render_path
+from dsdformat.format.paths import emit_key, emit_keys, emit_name, render_path
 from dsdformat.format.payload import (
     HeaderEntry,
     chunk_key,
+    emit_entries,
+    emit_form,
     emit_header,
     header_json,
     header_nbytes,
+    join_entries,
     size_class,
+    size_classes,
 )
 from dsdformat.format.values import encode_key
 
@@ -120,6 +125,7 @@ def test_a_text_that_does_not_fit_gives_no_header():
 )
 def test_the_size_class_is_the_largest_that_divides_the_length(nbytes, expected):
     assert size_class(nbytes) == expected
+    assert size_classes([nbytes, 0]) == [expected, 4096]
 
 
 # Keys
@@ -184,6 +190,29 @@ def odd_path(rng: random.Random) -> tuple[object, ...]:
 def as_bytes(path: tuple[object, ...]) -> bytes:
     """Paths that differ have other bytes, also where their parts are equal: `1` and `True`."""
     return emit([encode_key(part) for part in path])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_keys_of_tensors_in_one_container_are_those_of_their_paths(seed):
+    rng = random.Random(seed)
+    for _ in range(300):
+        parent = odd_path(rng)[rng.randrange(3) :]
+        steps = [step for _ in range(rng.randrange(4)) for step in odd_path(rng)]
+        wanted = [emit_key((*parent, step), encoded) for step in steps]
+        assert emit_keys(parent, steps, encoded) == wanted
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_header_by_columns_is_that_of_its_entries(seed):
+    rng = random.Random(seed)
+    rows = [
+        entry(f"w{n}\n{'é' * n}", rng.choice(sorted(DTYPES)), (rng.randrange(9), 2))
+        for n in range(rng.randrange(9))
+    ]
+    forms = [emit_form(one.dtype, one.shape, one.codec, one.nbytes) for one in rows]
+    ends = list(itertools.accumulate((one.nbytes for one in rows), initial=0))
+    entries = emit_entries([one.key for one in rows], forms, ends)
+    assert join_entries(entries, {"a": "b"}) == header_json(rows, {"a": "b"})
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 
 from dsdformat import Box, Checkpoint
-from dsdformat.datafiles import ChunkJob, plan_files
+from dsdformat.chunks import Chunks
+from dsdformat.file_plans import plan_files
 from dsdformat.format.codecs import RAW
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.payload import size_class
@@ -67,33 +69,41 @@ def shard(size: int, ways: int, rank: int) -> tuple[int, int]:
     return begin, min(step, size - begin)
 
 
-def jobs_of(shapes: Shapes, dtype: str, ways: int, rank: int) -> Iterator[ChunkJob]:
+def chunks_of(shapes: Shapes, dtype: str, ways: int, rank: int) -> Chunks:
     """What one of several ranks writes; nothing is allocated."""
+    chunks = Chunks()
     for index, (name, shape) in enumerate(sorted(shapes.items())):
         begin, rows = shard(shape[0], ways, rank)
         if rows:
             box = Box((begin, *[0] * (len(shape) - 1)), (rows, *shape[1:]))
-            yield ChunkJob(index, ("model", name), DTYPES[dtype], shape, box, RAW, None)
+            chunks.add(index, ("model", name), DTYPES[dtype], shape, box, RAW, None)
+    return chunks
 
 
-def places(shapes: Shapes, dtype: str, ways: int, rank: int) -> Iterator[tuple[ChunkJob, int]]:
-    """Each chunk of a rank and its byte offset: in the order of the plan, without gaps."""
-    for plan in plan_files(list(jobs_of(shapes, dtype, ways, rank)), {"format": "pt"}, 4 * MIB):
+class Place(NamedTuple):
+    """A chunk of a rank, and where it lies: in the order of the plan, without gaps."""
+
+    name: str
+    nbytes: int
+    at: int
+    is_large: bool  # the tensor
+
+
+def places(shapes: Shapes, dtype: str, ways: int, rank: int) -> Iterator[Place]:
+    chunks = chunks_of(shapes, dtype, ways, rank)
+    for plan in plan_files(chunks, {"format": "pt"}, 4 * MIB):
         assert plan.header_nbytes % 4096 == 0
         at = plan.header_nbytes
-        for job in plan.jobs:
-            yield job, at
-            at += job.nbytes
+        for row, nbytes in zip(plan.rows, plan.lengths, strict=True):
+            of_tensor = math.prod(chunks.shape[row]) * chunks.dtype[row].itemsize
+            yield Place(chunks.name(row), nbytes, at, of_tensor >= MIB)
+            at += nbytes
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_shapes_are_those_of_the_model(model):
     shapes, _, parameters = MODELS[model]
     assert sum(map(math.prod, shapes.values())) == parameters
-
-
-def is_large(job: ChunkJob) -> bool:
-    return math.prod(job.shape) * job.dtype.itemsize >= MIB
 
 
 @pytest.mark.parametrize("ways", range(1, 65))
@@ -103,26 +113,26 @@ def test_each_chunk_lies_at_its_size_class_however_the_model_is_sharded(model, w
     for rank in sorted({0, 1, ways // 2, ways - 1} & set(range(ways))):
         found = list(places(shapes, dtype, ways, rank))
         assert len(found) == sum(shard(shape[0], ways, rank)[1] > 0 for shape in shapes.values())
-        assert [job.name for job, at in found if at % size_class(job.nbytes)] == []
-        whole_pages = [(job, at) for job, at in found if is_large(job) and job.nbytes % 4096 == 0]
-        assert [job.name for job, at in whole_pages if at % 4096] == []
+        assert [one.name for one in found if one.at % size_class(one.nbytes)] == []
+        whole_pages = [one for one in found if one.is_large and one.nbytes % 4096 == 0]
+        assert [one.name for one in whole_pages if one.at % 4096] == []
 
 
 @pytest.mark.parametrize("ways", range(1, 65))
 def test_all_of_a_llamas_large_tensors_lie_at_4096_however_it_is_sharded(ways):
     shapes, dtype, _ = MODELS["llama3-8b"]
     for rank in {0, ways // 2, ways - 1}:
-        large = [(job, at) for job, at in places(shapes, dtype, ways, rank) if is_large(job)]
-        assert [job.name for job, at in large if at % 4096] == []
-        assert all(size_class(job.nbytes) == 4096 for job, _ in large)
+        large = [one for one in places(shapes, dtype, ways, rank) if one.is_large]
+        assert [one.name for one in large if one.at % 4096] == []
+        assert all(size_class(one.nbytes) == 4096 for one in large)
 
 
 def test_all_large_tensors_of_a_whole_gpt2_lie_at_4096_though_one_is_of_no_whole_pages():
     # The 50,257 rows of 3,072 bytes of its embedding are no multiple of 4 KiB.
     shapes, dtype, _ = MODELS["gpt2"]
-    large = [(job, at) for job, at in places(shapes, dtype, 1, 0) if is_large(job)]
-    assert [job.name for job, _ in large if size_class(job.nbytes) < 4096] == ["model/wte.weight"]
-    assert [job.name for job, at in large if at % 4096] == []
+    large = [one for one in places(shapes, dtype, 1, 0) if one.is_large]
+    assert [one.name for one in large if size_class(one.nbytes) < 4096] == ["model/wte.weight"]
+    assert [one.name for one in large if one.at % 4096] == []
 
 
 @pytest.mark.parametrize(
@@ -135,7 +145,7 @@ def test_a_size_class_is_the_largest_that_divides_a_length(size):
 def test_what_is_written_lies_where_the_plan_says():
     lengths = (0, 1, 2, 3, 4, 7, 8, 24, 48, 64, 100, 256, 4096, 5000, 8192, 70_000)
     shapes: Shapes = {f"w{n}": (n,) for n in lengths} | {f"m{n}": (n, 1024) for n in (1, 3, 4, 5)}
-    planned = {job.name: at for job, at in places(shapes, "uint8", 1, 0)}
+    planned = {one.name: one.at for one in places(shapes, "uint8", 1, 0)}
     files: dict[str, bytearray] = {}
     with Writer(MemoryTarget(files), threads=1) as made:
         for name, shape in shapes.items():

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 import dsdformat
 import dsdformat.numpy
 from dsdformat import TensorSource, part_writer
-from dsdformat.datafiles import plan_files
+from dsdformat.file_plans import plan_files
 
 CODECS = ["raw", "zstd", "planes+zstd"]
 CASTS = {

@@ -205,7 +205,7 @@ def test_a_section_that_is_called_like_a_part_of_another_has_a_file_of_its_own(
     tmp_path, monkeypatch
 ):
     from dsdformat import part_writer
-    from dsdformat.datafiles import plan_files
+    from dsdformat.file_plans import plan_files
 
     monkeypatch.setattr(
         part_writer, "plan_files", lambda *args, **kw: plan_files(*args, **kw, chunks_max=1)

@@ -33,7 +33,8 @@ from dsdformat import ArgumentError, StorageError, TimeLimitError  # noqa: E402
 from dsdformat.storage import sink  # noqa: E402
 from dsdformat.storage.direct import DirectFile  # noqa: E402
 from dsdformat.storage.target import FileSink  # noqa: E402
-from dsdformat.torch import background  # noqa: E402
+from dsdformat.torch import background, staging  # noqa: E402
+from dsdformat.torch.buffers import Slabs  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 30
@@ -683,6 +684,44 @@ def test_a_process_that_is_killed_leaves_what_the_next_save_removes(tmp_path):
 
 
 # On a CUDA device
+
+
+class Copied:
+    """Stands for the event behind the copies from a device."""
+
+    def __init__(self, device: Any, copies: Any) -> None:
+        for tensor, into in copies:
+            staging._copy_tensor(tensor, into)
+        self.device, self.shapes, self.waits = device, [tuple(one.shape) for one, _ in copies], 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_what_lies_on_devices_is_copied_apart_from_the_rest(tmp_path, monkeypatch):
+    """Strided tensors of the host stand for those of a device."""
+    events: list[Copied] = []
+
+    def copy(device: Any, copies: Any) -> Copied:
+        events.append(Copied(device, copies))
+        return events[-1]
+
+    monkeypatch.setattr(staging, "_is_on_device", lambda data: type(data) is Slabs)
+    monkeypatch.setattr(staging, "_copy_from_device", copy)
+    monkeypatch.setattr(staging, "_pin", lambda memory: False)
+    state = {
+        "host": torch.arange(9),
+        "strided": torch.arange(35.0).view(5, 7).t(),
+        "more": {"empty": torch.ones(0, 3), "expanded": torch.ones(1, 4).expand(3, 4)},
+    }
+    root = dsd.save(tmp_path / "plain", state)
+    handle = dsd.save(tmp_path / "a", state, background=True)
+    state["strided"].fill_(7)
+    handle.wait_staged()
+    assert handle.wait() == root
+    assert [(str(one.device), one.shapes) for one in events] == [("cpu", [(7, 5), (3, 4)])]
+    assert events[0].waits == 2
+    dsd.free_staging()
 
 
 @pytest.fixture

@@ -98,11 +98,21 @@ def test_a_load_finds_and_reads_the_same_by_either_way(
     assert outcome(tmp_path / "c", {"model": Mixed(2.0, other=other)}, **options) == short
 
 
-@pytest.mark.parametrize("other", [False, True])
-def test_a_save_stores_the_same_by_either_way(tmp_path, monkeypatch, other):
+def trained() -> dict[str, Any]:
+    """A model with an optimizer, whose state is many small dicts of tensors."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "averages": model.state_dict()}
+
+
+def mixed() -> dict[str, Any]:
     array = np.arange(6.0)
-    state = {
-        "model": Mixed(1.0, other=other),
+    return {
+        "model": Mixed(1.0),
+        "other": Mixed(3.0, other=True),
         "array": array,
         "tied to it": torch.from_numpy(array),
         "whole": BASE,
@@ -110,7 +120,42 @@ def test_a_save_stores_the_same_by_either_way(tmp_path, monkeypatch, other):
         "shaped": BASE.view(6, 10),
         "part": BASE[:12],
         "bits": BASE.view(torch.int32),
+        "list": [BASE[3:], 4, BASE[3:], array[1:], torch.from_numpy(array)[1:], torch.ones(0)],
+        "unlike": {1: torch.ones(2), (2, "x"): torch.ones(3), "deep": [[[torch.ones(4)]]]},
     }
-    root = dsd.save(tmp_path / "short", state)
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {one.name: one.read_bytes() for one in path.iterdir()}
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "planes+zstd"}, {"background": True}], ids=str)
+@pytest.mark.parametrize("state", [mixed, trained])
+def test_a_save_stores_the_same_in_runs_and_one_by_one(tmp_path, monkeypatch, state, options):
+    made = state()
+
+    def save(name: str) -> dict[str, bytes]:
+        saved = dsd.save(tmp_path / name, made, **options)
+        assert isinstance(saved, str) or saved.wait()
+        return files_of(tmp_path / name)
+
+    in_runs = save("runs")
+    monkeypatch.setattr(sources.Adapter, "runs", lambda _, values: iter([(len(values), None)]))
+    assert save("one by one") == in_runs
     monkeypatch.setattr(sources, "plain_address", lambda _: 0)
-    assert dsd.save(tmp_path / "long", state) == root
+    assert save("closely") == in_runs
+
+
+def test_a_tensor_keeps_its_memory_until_it_is_written(tmp_path, monkeypatch):
+    """A function of the caller's runs between plan and write; it may give a tensor new memory."""
+    state = {"a": {"x": torch.arange(3000.0), "y": torch.arange(5000.0)}, "b": BASE.to_sparse()}
+    wanted = {name: tensor.clone() for name, tensor in state["a"].items()}
+
+    def codec(name: str) -> str:
+        for tensor in state["a"].values():
+            tensor.data = torch.zeros(2)
+        return "raw"
+
+    dsd.save(tmp_path / "c", state, codec=codec)
+    loaded = dsd.load(tmp_path / "c")["a"]
+    assert all(torch.equal(loaded[name], one) for name, one in wanted.items())

@@ -17,7 +17,7 @@ from dsdformat import Checkpoint
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.frame import emit_manifest
 from dsdformat.format.manifest import Body, ChunkRows, DataFile, Mesh, emit_body
-from dsdformat.plan.part import FileSums, Part, TensorRecord, emit_sections
+from dsdformat.plan.part import FileSums, Part, TensorColumns, emit_sections
 from dsdformat.plan.part_merge import merge_parts
 from dsdformat.plan.save_plan import plan_save
 from dsdformat.plan.sharding import Held, MeshSharding, Sharding
@@ -69,7 +69,7 @@ def make_part(
     label = f"model-{rank:05d}-of-{world_size:05d}.safetensors"
     return Part(
         tree=tree_of(tuple(tensor.name for tensor in tensors)),
-        tensors=records_of(tuple(tensors)),
+        tensors=columns_of(tuple(tensors)),
         counts=array("I", map(len, plan)),
         chunks=ChunkRows(
             first=0,
@@ -170,9 +170,14 @@ def tree_of(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 @cache
-def records_of(tensors: tuple[PaperTensor, ...]) -> Sequence[TensorRecord]:
-    """Return what all ranks agree on; one list for all of them."""
-    return [TensorRecord(one.dtype, one.sharding.shape, layout_of(one.sharding)) for one in tensors]
+def columns_of(tensors: tuple[PaperTensor, ...]) -> TensorColumns:
+    """Return what all ranks agree on; one object for all of them."""
+    layouts = {number: layout_of(one.sharding) for number, one in enumerate(tensors)}
+    return TensorColumns(
+        [one.dtype for one in tensors],
+        [one.sharding.shape for one in tensors],
+        {number: layout for number, layout in layouts.items() if layout is not None},
+    )
 
 
 def layout_of(sharding: Sharding) -> tuple[Mesh, tuple[str, ...]] | None:
