@@ -9,7 +9,7 @@ from blake3 import blake3
 from dsdformat.format.packing import emit
 from dsdformat.limits import MIB
 
-__all__ = ["DIGEST_NBYTES", "Hasher", "digest", "parse_digest", "tensor_content_digest"]
+__all__ = ["DIGEST_NBYTES", "Hasher", "digest", "digests", "parse_digest", "tensor_content_digest"]
 
 DIGEST_NBYTES = 32
 CONTENT_DOMAIN = "dsd-content-1"
@@ -20,6 +20,15 @@ Buffer = bytes | bytearray | memoryview
 def digest(data: Buffer) -> bytes:
     """Return the 32-byte BLAKE3 digest of some bytes."""
     return blake3(data).digest()
+
+
+def digests(pieces: Iterable[Buffer]) -> bytes:
+    """Return the digests of some pieces, one after another; each in the same memory."""
+    state, found = blake3(), []
+    for piece in pieces:
+        found.append(state.update(piece).digest())
+        state.reset()
+    return b"".join(found)
 
 
 class Hasher:

@@ -44,6 +44,16 @@ def emit_key(path: Path, encoded_key: Callable[[Any], bytes]) -> str:
     return "%5F_metadata__" if name == "__metadata__" else name
 
 
+def emit_keys(paths: Sequence[Path], encoded_key: Callable[[Any], bytes]) -> list[str]:
+    """Return `emit_key` of each path: as it is for names in which nothing is escaped, as most."""
+    names = [path[0] for path in paths]
+    if set(map(len, paths)) == {1} and set(map(type, names)) == {str}:
+        every = "".join(names)
+        if not any(mark in every for mark in ("%", "@", "/", "__metadata__")):
+            return names
+    return [emit_key(path, encoded_key) for path in paths]
+
+
 def emit_key_suffix(box: Box | None, codec: str | None) -> str:
     """Return what follows the key of a part of a tensor, or of a compressed chunk (R-10.7)."""
     return (f"@{box}" if box is not None else "") + (f"@{codec}" if codec else "")

@@ -19,6 +19,7 @@ from dsdformat.limits import HEADER_ALIGNMENT, SIZE_CLASSES
 __all__ = [
     "HeaderEntry",
     "chunk_key",
+    "emit_entries",
     "emit_entry",
     "emit_form",
     "emit_header",
@@ -94,6 +95,23 @@ def emit_form(dtype: Dtype, box_shape: Sequence[int], codec: int, nbytes: int) -
 def emit_entry(key: str, form: str, begin: int, end: int) -> str:
     """Return a chunk's key and value in a header; its bytes are counted from the header's end."""
     return f"{_quoted(key)}:{form}{begin},{end}]}}"
+
+
+def emit_entries(
+    keys: Iterable[str], forms: Iterable[tuple[str, int]], places: Iterable[int], start: int
+) -> list[str]:
+    """Return `emit_entry` of chunks.
+
+    Args:
+        keys: Of each.
+        forms: What `emit_form` says of each, and its length.
+        places: Where each begins in the file.
+        start: Where the header ends.
+    """
+    return [
+        f"{_quoted(key)}:{form}{at - start},{at - start + nbytes}]}}"
+        for key, (form, nbytes), at in zip(keys, forms, places, strict=True)
+    ]
 
 
 def header_nbytes(text_nbytes: int) -> int:

@@ -12,10 +12,13 @@ from dsdformat.boxes import Box, whole
 from dsdformat.format.codecs import PLANES, RAW, ZSTD
 from dsdformat.format.dtypes import DTYPES, payload_shape
 from dsdformat.format.packing import emit
-from dsdformat.format.paths import emit_key, emit_name, render_path
+from dsdformat.format.paths import emit_key, emit_keys, emit_name, render_path
 from dsdformat.format.payload import (
     HeaderEntry,
     chunk_key,
+    emit_entries,
+    emit_entry,
+    emit_form,
     emit_header,
     header_json,
     header_nbytes,
@@ -222,3 +225,21 @@ def test_no_two_paths_share_a_display_name(seed):
 )
 def test_a_path_reads_like_an_expression(path, text):
     assert render_path(path) == text
+
+
+# By columns
+
+KEYS = ["w", "a/b", "/a", "50%", "x@1", "__metadata__", 'quo"ted', "tab\t", "ü", "", "a.b"]
+
+
+@pytest.mark.parametrize("names", [*([one] for one in KEYS), KEYS, ["w", "b.c"]], ids=str)
+@pytest.mark.parametrize("above", [(), ("m",), (3,)])
+def test_keys_and_entries_are_the_same_one_by_one_and_together(names, above):
+    paths = [(*above, name) for name in names]
+    keys = emit_keys(paths, encoded)
+    assert keys == [emit_key(path, encoded) for path in paths]
+    forms = [(emit_form(DTYPES["float32"], (n, 2), RAW, 8 * n), 8 * n) for n in range(len(keys))]
+    places = [4096 + 100 * n for n in range(len(keys))]
+    rows = zip(keys, forms, places, strict=True)
+    one_by_one = [emit_entry(key, form, at - 64, at - 64 + n) for key, (form, n), at in rows]
+    assert emit_entries(keys, forms, places, 64) == one_by_one
