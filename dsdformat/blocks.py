@@ -12,10 +12,11 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from dsdformat.destinations import Destinations
 from dsdformat.errors import FormatError, Problem, printable
 from dsdformat.format.checks import ChunkPlace, TensorRow
 from dsdformat.format.codecs import RAW, decode_block
-from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest
+from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest, digests
 from dsdformat.format.dtypes import DTYPES, Dtype
 from dsdformat.format.manifest import DataFile
 from dsdformat.limits import KIB
@@ -29,6 +30,7 @@ __all__ = ["BATCH_NBYTES", "SMALL_NBYTES", "BlockReader"]
 
 _PIECE = 1024 * KIB  # read, then hashed while it is in the cache; smaller ones cost more calls
 _PARALLEL_MIN = 1024 * KIB
+_TINY_NBYTES = 16 * KIB  # threads that hash less wait for the interpreter as long as they hash
 _BATCH_MAX = BATCH_NBYTES + SMALL_NBYTES  # how long small blocks are that are read together
 
 
@@ -106,12 +108,12 @@ class BlockReader:
         self._checked: set[int] = set()
         self._spare: list[bytearray] = []  # one for each thread that has read small blocks
 
-    def run(self, plan: LoadPlan, into: Sequence[memoryview]) -> None:
+    def run(self, plan: LoadPlan, into: Destinations) -> None:
         """Read what a plan says.
 
         Args:
             plan: Of boxes of this checkpoint.
-            into: The destination of each wanted box, as bytes, as long as the plan wants it.
+            into: The destination of each wanted box.
 
         Raises:
             FormatError: `checksum_mismatch` and others of stages 5 and 6; what the destinations
@@ -120,7 +122,9 @@ class BlockReader:
         Memory: for each thread 1 MiB, or one block, stored and decoded, where it is compressed.
         """
         tasks = (functools.partial(self._read, plan, into, read) for read in range(plan.tasks))
-        if plan.wanted_nbytes < _PARALLEL_MIN:
+        raw = plan.whole == len(plan.order)
+        tiny = raw and plan.verify and plan.range_nbytes < _TINY_NBYTES * plan.whole
+        if tiny or plan.wanted_nbytes < _PARALLEL_MIN:
             for task in tasks:
                 task()
         else:
@@ -194,7 +198,7 @@ class BlockReader:
             frame=chunks.first_frame[chunk] + number,
         )
 
-    def _read(self, plan: LoadPlan, into: Sequence[memoryview], read: int) -> None:
+    def _read(self, plan: LoadPlan, into: Destinations, read: int) -> None:
         rows = plan.rows(read)
         self.check_file(plan.ranges.file[rows[0]])
         if len(rows) > 1:
@@ -213,13 +217,13 @@ class BlockReader:
             data = self._decode(block, self._stored(block), verify=plan.verify, into=target)
             _hand_out(data, block.start, [one for one in takers if one is not straight])
 
-    def _read_together(
-        self, plan: LoadPlan, into: Sequence[memoryview], rows: Sequence[int]
-    ) -> None:
+    def _read_together(self, plan: LoadPlan, into: Destinations, rows: Sequence[int]) -> None:
         """Read small blocks of one file at once, and hand them out when all are verified."""
         ranges, chunks, last = plan.ranges, plan.chunks, rows[-1]
         begin = ranges.byte_offset[rows[0]]
         nbytes = ranges.byte_offset[last] + ranges.stored_nbytes[last] - begin
+        if max(rows) < plan.whole and self._read_in_place(plan, into, rows, begin, nbytes):
+            return
         # Memory that was used just now: fresh pages take as long as reading into them.
         held = self._spare.pop() if self._spare else bytearray(max(nbytes, _BATCH_MAX))
         buffer = memoryview(held)[:nbytes]
@@ -235,6 +239,34 @@ class BlockReader:
         _hand_out_rows(plan, into, rows, pieces)
         if len(held) == _BATCH_MAX:
             self._spare.append(held)
+
+    def _read_in_place(
+        self,
+        plan: LoadPlan,
+        into: Destinations,
+        rows: Sequence[int],
+        begin: int,
+        nbytes: int,
+    ) -> bool:
+        """Read whole chunks right to where they belong; return whether they are there, and good.
+
+        They are looked at by columns. What is not good, or had others between, or whose buffers
+        lie over each other, is read once more by who looks at each.
+        """
+        wanted = plan.copies.wanted
+        views = into.some(map(wanted.__getitem__, rows))
+        if sum(map(len, views)) != nbytes:
+            return False
+        label = self._body.files[plan.ranges.file[rows[0]]].label
+        count = self._storage.read_into_many(label, begin, views)
+        if count < nbytes:
+            raise _cut_short(label, begin + count)
+        if not plan.verify:
+            return True
+        blocks = list(map(plan.chunks.first_block.__getitem__, rows))
+        if blocks != list(range(blocks[0], blocks[0] + len(rows))):
+            return False
+        return b"".join(digests(views)) == self._columns.digests(blocks[0], len(rows))
 
     def _compare_small(
         self, plan: LoadPlan, rows: Sequence[int], pieces: Sequence[memoryview]
@@ -315,12 +347,7 @@ class BlockReader:
         label = self._body.files[file].label
         count = self._storage.read_into(label, byte_offset, target)
         if count < len(target):
-            raise Problem(
-                "file_size_mismatch",
-                f"{label} ends at byte {byte_offset + count}, before the chunk does",
-                where=label,
-                byte_offset=byte_offset + count,
-            ).error()
+            raise _cut_short(label, byte_offset + count)
 
     def _compare(self, block: _Block, actual: bytes) -> None:
         expected = self._columns.digests(block.digest, 1)
@@ -364,11 +391,20 @@ class BlockReader:
         }
 
 
+def _cut_short(label: str, byte_offset: int) -> FormatError:
+    return Problem(
+        "file_size_mismatch",
+        f"{label} ends at byte {byte_offset}, before the chunk does",
+        where=label,
+        byte_offset=byte_offset,
+    ).error()
+
+
 # How something of a chunk is carried, and where to.
 _Taker = tuple[Copy, memoryview]
 
 
-def _takers(plan: LoadPlan, into: Sequence[memoryview], row: int) -> list[_Taker]:
+def _takers(plan: LoadPlan, into: Destinations, row: int) -> list[_Taker]:
     """List who takes something from the chunk of a range."""
     chunk = plan.ranges.chunk[row]
     first = plan.chunks.first_copy[chunk]
@@ -393,7 +429,7 @@ def _target_of(straight: _Taker, start: int, nbytes: int) -> memoryview:
 
 
 def _hand_out_rows(
-    plan: LoadPlan, into: Sequence[memoryview], rows: Sequence[int], pieces: Sequence[memoryview]
+    plan: LoadPlan, into: Destinations, rows: Sequence[int], pieces: Sequence[memoryview]
 ) -> None:
     """Hand out small ranges; most have one taker, of one run."""
     chunk_of, starts, wanted = plan.ranges.chunk, plan.ranges.start, plan.copies.wanted

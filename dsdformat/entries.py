@@ -40,6 +40,8 @@ class ChunkInfo:
 class TensorEntry:
     """A tensor of a checkpoint that is open. Reads nothing until asked."""
 
+    __slots__ = ("_table", "index")
+
     def __init__(self, table: TensorTable, index: int) -> None:
         self._table = table
         self.index = index

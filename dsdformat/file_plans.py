@@ -88,7 +88,8 @@ class FilePlan:
     def header_text(self, stored: Sequence[int]) -> bytes:
         """Return the JSON of the header of chunks that are stored in so many bytes each."""
         ends = list(itertools.accumulate(stored, initial=0))
-        return join_entries(emit_entries(self.keys, self._forms(stored), ends), self.metadata)
+        entries = emit_entries(self.keys, self._forms(stored), ends[:-1], ends[1:])
+        return join_entries(entries, self.metadata)
 
     def _forms(self, stored: Sequence[int]) -> list[str]:
         """Return what the header says of each chunk; made once for each dtype and shape."""

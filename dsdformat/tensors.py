@@ -8,14 +8,21 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from dsdformat.blocks import BlockReader
 from dsdformat.boxes import Box, flat_boxes, whole
+from dsdformat.destinations import Destinations, destinations_of, writable_bytes
 from dsdformat.errors import ArgumentError, Problem, raise_problems, shorten
 from dsdformat.format.bodies import find_body_problems
-from dsdformat.format.checks import TensorRow, check_tensor, find_prefix_problem, find_wholes
+from dsdformat.format.checks import (
+    TensorRow,
+    WholeChunks,
+    check_tensor,
+    find_prefix_problem,
+    find_whole_chunks,
+)
 from dsdformat.format.codecs import RAW
 from dsdformat.format.decoding import CHECK, Tree, decode_tree
 from dsdformat.format.digests import DIGEST_NBYTES, digest, tensor_content_digest
@@ -28,12 +35,12 @@ from dsdformat.garbage import paused_gc
 from dsdformat.headers import HeaderChecks
 from dsdformat.limits import LEAF_NBYTES
 from dsdformat.plan.chunk_tables import ChunkTable, find_sound_table, table_of_row
-from dsdformat.plan.load_plan import BOUND, LoadPlan, LoadPlanner, Wanted, WholeChunk
+from dsdformat.plan.load_plan import BOUND, LoadPlan, LoadPlanner, Wanted, WantedBoxes
 from dsdformat.sections import ManifestFile
 from dsdformat.storage.base import Storage
 from dsdformat.workers import Workers
 
-__all__ = ["TensorTable", "digest_leaves", "writable_bytes"]
+__all__ = ["TensorTable", "digest_leaves"]
 
 _CACHED_CHUNKS = 4096
 _Kept = TypeVar("_Kept")
@@ -106,6 +113,14 @@ class TensorTable:
             return self.body.dtypes[number]
         return self.row(index).dtype.name  # raises `bad_reference`
 
+    def forms(self, indexes: Sequence[int]) -> tuple[list[tuple[int, ...]], list[str]]:
+        """Return the shapes and the logical dtypes of some tensors."""
+        names, shapes = self.body.dtypes, self.columns.shapes(indexes)
+        numbers = list(map(self.columns.dtype.__getitem__, indexes))
+        if max(numbers, default=0) < len(names):
+            return shapes, [names[number] for number in numbers]
+        return shapes, list(map(self.dtype, indexes))
+
     def row(self, index: int) -> TensorRow:
         """Return a tensor's row, checked (R-18.1); the last few are kept."""
         row = self._rows.get(index)
@@ -143,10 +158,10 @@ class TensorTable:
         self, boxes: Sequence[Sequence[Wanted]], wanted: bool, bound: float | None
     ) -> list[LoadPlan]:
         planners = [LoadPlanner(self.body.block_nbytes, verify=wanted, bound=bound) for _ in boxes]
-        rest = [list(enumerate(some)) for some in boxes]
+        rest: list[Iterable[tuple[int, Wanted]]] = [enumerate(some) for some in boxes]
         if len(planners) == 1:
-            found, rest[0] = self._part_whole(rest[0])
-            planners[0].add_whole(found)
+            numbers, found, rest[0] = self._part_whole(boxes[0])
+            planners[0].add_whole(numbers, found)
         lists: list[dict[int, list[tuple[int, Wanted]]]] = [{} for _ in boxes]
         for some, by_tensor in zip(rest, lists, strict=True):
             for pair in some:
@@ -156,7 +171,7 @@ class TensorTable:
                 raise ArgumentError(f"there is no tensor {index}", code="bad_argument")
             table = self.chunk_table(index)
             for planner, by_tensor in zip(planners, lists, strict=True):
-                pairs = by_tensor.get(index, ())
+                pairs = by_tensor.get(index, [])
                 for _, (_, box, _) in pairs:
                     if any(box.offset) or box.shape != table.shape:
                         self._check_inside(index, box, table.shape)
@@ -164,47 +179,69 @@ class TensorTable:
         return [planner.finish() for planner in planners]
 
     def _part_whole(
-        self, wanted: list[tuple[int, Wanted]]
-    ) -> tuple[list[WholeChunk], list[tuple[int, Wanted]]]:
+        self, wanted: Sequence[Wanted]
+    ) -> tuple[list[int], WholeChunks, list[tuple[int, Wanted]]]:
         """Part the tensors that are one raw chunk and wanted whole, once, from all others.
 
         So are most, and planned one by one they would take many times as long.
+
+        Returns:
+            The numbers of the wanted boxes, and their chunks; and the rest.
         """
-        body, columns, paths = self.body, self.columns, self.decoded.paths
-        shape, count, prefixes = columns.shape, len(self), [file.prefix for file in body.files]
-        times = Counter(one.tensor for _, one in wanted)
-        likely, rest = [], []
-        for pair in wanted:
-            index, box, strides = pair[1]
+        likely, rest = self._part_likely(wanted)
+        tensors = sorted(likely)
+        found = find_whole_chunks(self.body, self.columns, tensors)
+        found = self._below_prefixes(found)
+        if len(found.tensor) < len(tensors):  # what is wrong is said where they are looked at
+            every = list(wanted)
+            left = (likely[tensor] for tensor in set(tensors).difference(found.tensor))
+            rest += [(number, every[number]) for number in left]
+        return [likely[tensor] for tensor in found.tensor], found, rest
+
+    def _below_prefixes(self, found: WholeChunks) -> WholeChunks:
+        """Return those tensors that lie under the prefixes of their files (R-10.5)."""
+        paths = list(map(self.decoded.paths.__getitem__, found.tensor))
+        prefixes = [file.prefix for file in self.body.files]
+        first, *others = {prefixes[file] for file in set(found.file)} or {()}
+        size = len(first)
+        deep = not others and min(map(len, paths), default=size + 1) > size
+        if deep and {path[:size] for path in paths} <= {first}:  # as mostly
+            return found
+        below = [
+            len(path) > len(prefix) and path[: len(prefix)] == prefix
+            for path, prefix in zip(paths, map(prefixes.__getitem__, found.file), strict=True)
+        ]
+        return found.chosen(below)
+
+    def _part_likely(
+        self, wanted: Sequence[Wanted]
+    ) -> tuple[dict[int, int], list[tuple[int, Wanted]]]:
+        """Part what is wanted whole, packed and once: tensor to number of the box; and the rest."""
+        count, shape = len(self), self.columns.shape
+        likely: dict[int, int] = {}
+        others, first = wanted, 0
+        if isinstance(wanted, WantedBoxes):
+            whole, known = wanted.tensors, range(count)
+            apart = {one.tensor for one in wanted.others}.isdisjoint(whole)
+            there = apart and whole and min(whole) in known and max(whole) in known
+            if there and self.columns.shapes(whole) == list(wanted.shapes):
+                others, first = wanted.others, len(whole)
+                likely = dict(zip(whole, range(first), strict=True))
+        times = Counter(one.tensor for one in others)
+        rest = []
+        for number, one in enumerate(others, first):
+            index, box, strides = one
             packed = strides is None and times[index] == 1 and 0 <= index < count
             if packed and box.shape == shape(index) and not any(box.offset):
-                likely.append(pair)
+                likely[index] = number
             else:
-                rest.append(pair)
-        places = find_wholes(body, columns, [one.tensor for _, one in likely])
-        found = []
-        for pair, place in zip(likely, places, strict=True):
-            number, (index, _, _) = pair
-            prefix = prefixes[place[0]] if place is not None else ()
-            path = paths[index]
-            if place is None or len(path) <= len(prefix) or path[: len(prefix)] != prefix:
-                rest.append(pair)  # what is wrong is said where tensors are looked at one by one
-            else:
-                found.append(WholeChunk(number, index, *place))
-        return found, rest
+                rest.append((number, one))
+        return likely, rest
 
-    def run(self, plan: LoadPlan, into: Sequence[Any]) -> None:
+    def run(self, plan: LoadPlan, into: Sequence[Any] | Destinations) -> None:
         """Read what was planned; see `Checkpoint.read_boxes`."""
         self._check_open()
-        if len(into) != len(plan.room):
-            raise ArgumentError(
-                f"{len(into)} buffers for {len(plan.room)} boxes", code="bad_argument"
-            )
-        views = [
-            writable_bytes(buffer, plan.room[number], longer=number in plan.strided)
-            for number, buffer in enumerate(into)
-        ]
-        self._carry_out(plan, views)
+        self._carry_out(plan, destinations_of(into, plan))
 
     def read(self, index: int, box: Box | None, into: Any, verify: bool | None) -> memoryview:
         """Read a box; see `Checkpoint.read`."""
@@ -213,7 +250,7 @@ class TensorTable:
             box = whole(self.columns.shape(index))
         (plan,) = self.plan([[Wanted(index, box)]], verify, bound=None)
         view = writable_bytes(into, plan.room[0])
-        self._carry_out(plan, [view])
+        self._carry_out(plan, Destinations([view]))
         return view
 
     def read_all(self, into: Sequence[Any] | Mapping[int, Any], verify: bool | None) -> None:
@@ -226,7 +263,8 @@ class TensorTable:
         else:
             items = list(enumerate(into))
         with paused_gc():
-            wanted = [Wanted(index, whole(self.columns.shape(index))) for index, _ in items]
+            tensors = [index for index, _ in items]
+            wanted = WantedBoxes(tensors, list(map(self.columns.shape, tensors)))
             (plan,) = self.plan([wanted], verify)
         self.run(plan, [buffer for _, buffer in items])
 
@@ -259,11 +297,12 @@ class TensorTable:
         row = self.row(index)
         return self.content_digest(index) if self._knows_leaves(row) else None
 
-    def _carry_out(self, plan: LoadPlan, views: Sequence[memoryview]) -> None:
+    def _carry_out(self, plan: LoadPlan, into: Destinations) -> None:
         """Read what was planned; first, where it is verified, see that headers say the same."""
         if plan.verify:
-            self._headers.check(plan)
-        self.blocks.run(plan, views)
+            with paused_gc():
+                self._headers.check(plan)
+        self.blocks.run(plan, into)
 
     def _parse_body(self) -> dict[str, Any]:
         nbytes = self.manifest.section_nbytes()["body"]
@@ -359,24 +398,3 @@ def digest_leaves(
             read(box, buffer[at:end])
             at = end
         yield digest(buffer)
-
-
-def writable_bytes(into: Any, nbytes: int, *, longer: bool = False) -> memoryview:
-    """Return a buffer as bytes: of that length, or of any greater one if it may be longer."""
-    if into is None:
-        return memoryview(bytearray(nbytes))
-    try:
-        view = into if type(into) is memoryview else memoryview(into)
-    except TypeError:
-        raise ArgumentError(
-            f"into is not a buffer but a {type(into).__name__}", code="bad_argument"
-        ) from None
-    if view.readonly or not view.c_contiguous:
-        raise ArgumentError("into is not writable and contiguous", code="bad_argument")
-    if view.nbytes != nbytes and not (longer and view.nbytes > nbytes):
-        raise ArgumentError(
-            f"into has {view.nbytes} bytes, the box has {nbytes}", code="bad_argument"
-        )
-    if not nbytes:
-        return memoryview(bytearray())
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")

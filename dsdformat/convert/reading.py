@@ -19,13 +19,14 @@ from dsdformat.convert.entries import ForeignEntry
 from dsdformat.convert.files import FileBytes, read_exactly
 from dsdformat.convert.foreign import Foreign, mapped_tree, rooted, walk_tree
 from dsdformat.convert.tensor import ForeignTensor
+from dsdformat.destinations import Destinations, destinations_of
 from dsdformat.errors import ArgumentError
 from dsdformat.format.decoding import Hooks
 from dsdformat.format.manifest import DataFile
 from dsdformat.format.values import Named, Scalar, Size, TensorRef
 from dsdformat.limits import MIB
 from dsdformat.plan.load_plan import BOUND, LoadPlan, LoadPlanner, Wanted
-from dsdformat.tensors import writable_bytes
+from dsdformat.storage.base import read_each
 from dsdformat.workers import Workers
 
 __all__ = ["ForeignReader"]
@@ -110,6 +111,11 @@ class ForeignReader(AbstractContextManager["ForeignReader"]):
 
         return mapped_tree(self._tree, leaf)
 
+    def forms(self, indexes: Sequence[int]) -> tuple[list[tuple[int, ...]], list[str]]:
+        """Return the global shapes and the logical dtypes of some tensors, by their numbers."""
+        some = [self._entries[index] for index in indexes]
+        return [entry.shape for entry in some], [entry.dtype for entry in some]
+
     def prepare(
         self, wanted: Iterable[Wanted], *, verify: bool, part: int = 0, of: int = 1
     ) -> None:
@@ -160,7 +166,7 @@ class ForeignReader(AbstractContextManager["ForeignReader"]):
     def read_boxes(
         self,
         wanted: Sequence[Wanted] | LoadPlan,
-        into: Sequence[Any],
+        into: Sequence[Any] | Destinations,
         *,
         verify: bool | None = None,
     ) -> LoadPlan:
@@ -172,13 +178,7 @@ class ForeignReader(AbstractContextManager["ForeignReader"]):
         Memory: for each thread 1 MiB, or a window of 8 MiB for what is not packed in its file.
         """
         plan = wanted if isinstance(wanted, LoadPlan) else self.plan_boxes(wanted, verify=verify)
-        if len(into) != len(plan.room):
-            message = f"{len(into)} buffers for {len(plan.room)} boxes"
-            raise ArgumentError(message, code="bad_argument")
-        views = [
-            writable_bytes(buffer, plan.room[number], longer=number in plan.strided)
-            for number, buffer in enumerate(into)
-        ]
+        views = destinations_of(into, plan)
         self._blocks.run(plan, views)
         self._workers.run(
             functools.partial(self._read_other, Wanted(*one), views[number])
@@ -257,6 +257,10 @@ class _Files:
         """Fill `into` from a place in a file."""
         read_exactly(self._files[label], byte_offset, into)
         return len(into)
+
+    def read_into_many(self, label: str, byte_offset: int, into: Sequence[memoryview]) -> int:
+        """Fill buffers, one after another, from a place in a file on."""
+        return read_each(self, label, byte_offset, into)
 
     def map(self, label: str, *, writable: bool = False) -> memoryview | None:
         """Return a map of a file."""

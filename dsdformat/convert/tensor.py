@@ -15,11 +15,11 @@ from dsdformat.boxes import Box, flat_boxes, whole
 from dsdformat.convert.files import Bytes
 from dsdformat.convert.numbers import find_numpy
 from dsdformat.convert.strided import Dim, copy_strided
+from dsdformat.destinations import writable_bytes
 from dsdformat.errors import ArgumentError
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.limits import MIB
 from dsdformat.sources import Data, Reference, TensorSource
-from dsdformat.tensors import writable_bytes
 
 __all__ = ["ForeignTensor", "Part", "View", "packed_strides"]
 

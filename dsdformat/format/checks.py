@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dsdformat.boxes import Box, cut_dims, is_tiling, whole
@@ -18,21 +20,24 @@ from dsdformat.errors import Problem, printable
 from dsdformat.format.codecs import CODECS, PLANES, RAW, ZSTD
 from dsdformat.format.dtypes import DTYPES, Dtype
 from dsdformat.format.manifest import Body, ChunkRows, Columns
-from dsdformat.limits import CUT_DIMS_MAX, INT63_MAX
+from dsdformat.limits import CUT_DIMS_MAX, INT63_MAX, NDIM_MAX
 
 __all__ = [
     "ChunkPlace",
     "StoredChunk",
     "TensorRow",
+    "WholeChunks",
     "check_columns",
     "check_tensor",
     "find_prefix_problem",
     "find_tiling_fault",
     "find_whole",
+    "find_whole_chunks",
     "find_wholes",
 ]
 
 NameOf = Callable[[int], str]
+_RUN_MIN, _RUN_ROWS = 16, 8192  # of tensors whose rows are looked at together
 
 
 class ChunkPlace(NamedTuple):
@@ -72,6 +77,36 @@ class TensorRow(NamedTuple):
     shape: tuple[int, ...]
     layout: int
     chunks: tuple[ChunkPlace, ...]
+
+
+class WholeChunks(NamedTuple):
+    """Tensors whose only chunk is raw, whole and in bounds, as columns.
+
+    Attributes:
+        tensor: Number of each.
+        file, byte_offset, nbytes: Where its chunk lies.
+        first_block: Row of the chunk's first digest.
+    """
+
+    tensor: array[int]
+    file: array[int]
+    byte_offset: array[int]
+    nbytes: array[int]
+    first_block: array[int]
+
+    @classmethod
+    def none(cls) -> WholeChunks:
+        """Begin with nothing."""
+        return cls(*(array("Q") for _ in cls._fields))
+
+    def extend(self, *columns: Iterable[int]) -> None:
+        """Add tensors: columns in the order of the attributes."""
+        for own, more in zip(self, columns, strict=True):
+            own.extend(iter(more))  # which need not be of 64 bits
+
+    def chosen(self, which: Sequence[bool]) -> WholeChunks:
+        """Return those tensors that are to stay."""
+        return WholeChunks(*(array("Q", itertools.compress(own, which)) for own in self))
 
 
 class StoredChunk(NamedTuple):
@@ -241,6 +276,87 @@ def find_wholes(
             and first_block + -(-nbytes // body.block_nbytes) <= blocks
         )
         yield (file, at, nbytes, first_block) if good else None
+
+
+def find_whole_chunks(body: Body, columns: Columns, tensors: Sequence[int]) -> WholeChunks:
+    """Return those of some tensors, in ascending order, that are as `find_whole` wants them.
+
+    Consecutive ones are looked at together, by columns, where all of them are: that takes a fifth
+    of the time.
+
+    Memory: that of the result, and 8,192 rows.
+    """
+    found = WholeChunks.none()
+    for low, high in _runs(tensors):
+        some = tensors[low:high]
+        if not _add_run(found, body, columns, some[0], some[-1] + 1):
+            places = zip(some, find_wholes(body, columns, some), strict=True)
+            for tensor, place in places:
+                if place is not None:
+                    found.extend(*zip((tensor, *place), strict=True))
+    return found
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut ascending numbers into runs of consecutive ones that are not too long."""
+    low = 0
+    while low < len(numbers):
+        high = min(low + _RUN_ROWS, len(numbers))
+        if numbers[high - 1] - numbers[low] != high - 1 - low:
+            inside = range(low + 1, high)
+            high = next(n for n in inside if numbers[n] != numbers[n - 1] + 1)
+        yield low, high
+        low = high
+
+
+def _add_run(found: WholeChunks, body: Body, columns: Columns, first: int, stop: int) -> bool:
+    """Add consecutive tensors if all are good; the rules are those of `find_wholes`."""
+    if stop - first < _RUN_MIN:
+        return False
+    sizes, numbers = [DTYPES[name].itemsize for name in body.dtypes], columns.dtype[first:stop]
+    if (
+        columns.chunk_count[first:stop] != array("I", [1]) * (stop - first)
+        or max(numbers) >= len(sizes)
+        or max(columns.layout[first:stop]) > len(body.layouts)
+    ):
+        return False
+    rows, shapes = columns.rows_of(first, stop), columns.shapes(range(first, stop))
+    nbytes = list(map(operator.mul, map(math.prod, shapes), map(sizes.__getitem__, numbers)))
+    if not _are_whole(body, columns, rows, shapes, nbytes):
+        return False
+    found.extend(range(first, stop), rows.file, rows.byte_offset, nbytes, rows.first_block)
+    return True
+
+
+def _are_whole(
+    body: Body,
+    columns: Columns,
+    rows: ChunkRows,
+    shapes: Sequence[tuple[int, ...]],
+    nbytes: Sequence[int],
+) -> bool:
+    """Whether chunks, one of each tensor, are raw, all of the tensor, and in bounds."""
+    if any(rows.codec) or any(rows.first_frame) or max(rows.file) >= len(body.files):
+        return False
+    zeros = [(0,) * ndim for ndim in range(NDIM_MAX + 1)]
+    boxes = [zeros[len(shape)] + shape for shape in shapes]
+    if rows.numbers != array("Q", itertools.chain.from_iterable(boxes)):
+        return False
+    if min(nbytes) <= 0 or max(nbytes) > INT63_MAX:
+        return False
+    begins = [file.header_nbytes for file in body.files]
+    ends = [file.nbytes for file in body.files]
+    if any(map(operator.lt, rows.byte_offset, map(begins.__getitem__, rows.file))):
+        return False
+    last = map(operator.add, rows.byte_offset, nbytes)
+    if any(map(operator.gt, last, map(ends.__getitem__, rows.file))):
+        return False
+    if max(nbytes) <= body.block_nbytes:
+        after = max(rows.first_block) + 1
+    else:
+        blocks = [-(-count // body.block_nbytes) for count in nbytes]
+        after = max(map(operator.add, rows.first_block, blocks))
+    return after <= columns.blocks
 
 
 def _reference_problems(

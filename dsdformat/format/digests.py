@@ -9,14 +9,7 @@ from blake3 import blake3
 from dsdformat.format.packing import emit
 from dsdformat.limits import MIB
 
-__all__ = [
-    "DIGEST_NBYTES",
-    "Hasher",
-    "digest",
-    "digests",
-    "parse_digest",
-    "tensor_content_digest",
-]
+__all__ = ["DIGEST_NBYTES", "Hasher", "digest", "digests", "parse_digest", "tensor_content_digest"]
 
 DIGEST_NBYTES = 32
 CONTENT_DOMAIN = "dsd-content-1"
@@ -30,8 +23,12 @@ def digest(data: Buffer) -> bytes:
 
 
 def digests(pieces: Iterable[Buffer]) -> list[bytes]:
-    """Return the digest of each piece."""
-    return [blake3(piece).digest() for piece in pieces]
+    """Return the digest of each piece; all are made in the same memory."""
+    state, found = blake3(), []
+    for piece in pieces:
+        found.append(state.update(piece).digest())
+        state.reset()
+    return found
 
 
 class Hasher:

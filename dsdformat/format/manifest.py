@@ -11,7 +11,7 @@ import itertools
 import operator
 import sys
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -253,6 +253,19 @@ class Columns:
         """The global shape of a tensor."""
         return tuple(self._shapes[self._shape_at[tensor] : self._shape_at[tensor + 1]])
 
+    def shapes(self, tensors: Sequence[int]) -> list[tuple[int, ...]]:
+        """The global shapes of some tensors; quicker than one by one if they are neighbours."""
+        first, stop = min(tensors, default=0), max(tensors, default=-1) + 1
+        if stop - first > 2 * len(tensors):
+            return list(map(self.shape, tensors))
+        sizes = iter(self._shapes[self._shape_at[first] : self._shape_at[stop]])
+        dims = self.ndim[first:stop]
+        if len(set(dims)) == 1 and dims[0]:
+            near = list(zip(*[sizes] * dims[0], strict=True))
+        else:
+            near = [tuple(itertools.islice(sizes, ndim)) for ndim in dims]
+        return [near[tensor - first] for tensor in tensors]
+
     def without_elements(self) -> list[int]:
         """The tensors that have a dim of 0, few or none."""
         if 0 not in self._shapes:
@@ -284,6 +297,10 @@ class Columns:
         numbers = tuple(boxes[box : box + 2 * self.ndim[tensor]])
         return file[at], codec[at], byte_offset[at], first_block[at], first_frame[at], numbers
 
+    def rows_of(self, first: int, stop: int) -> ChunkRows:
+        """The chunks of consecutive tensors, one after another; nothing of it is kept."""
+        return ChunkRows(self._chunk_at[first], *self._read_rows(first, stop))
+
     def digests(self, first: int, count: int) -> bytes:
         """The digests of some blocks, 32 bytes each."""
         return self._read("digests", DIGEST_NBYTES * first, DIGEST_NBYTES * (first + count))
@@ -299,17 +316,20 @@ class Columns:
         first = self._chunk_at[tensor]
         last = bisect.bisect_right(self._chunk_at, first + _WINDOW_CHUNKS) - 1
         last = min(max(last, tensor + 1), self.tensors)
-        stop = self._chunk_at[last]
-        boxes = 16 * self._box_at[tensor], 16 * self._box_at[last]
-        columns = (
-            _u32(self._column(0, 4, first, stop)),
-            _u32(self._column(4, 4, first, stop)),
-            _u64(self._column(8, 8, first, stop)),
-            _u64(self._column(16, 8, first, stop)),
-            _u64(self._column(24, 8, first, stop)),
-            _u64(self._read("boxes", *boxes)),
+        rows = self._read_rows(tensor, last)
+        return _Window(first, self._chunk_at[last], self._box_at[tensor], rows)
+
+    def _read_rows(self, first: int, stop: int) -> tuple[array[int], ...]:
+        """Read the columns of the chunks of consecutive tensors, and the numbers of their boxes."""
+        low, high = self._chunk_at[first], self._chunk_at[stop]
+        return (
+            _u32(self._column(0, 4, low, high)),
+            _u32(self._column(4, 4, low, high)),
+            _u64(self._column(8, 8, low, high)),
+            _u64(self._column(16, 8, low, high)),
+            _u64(self._column(24, 8, low, high)),
+            _u64(self._read("boxes", 16 * self._box_at[first], 16 * self._box_at[stop])),
         )
-        return _Window(first, stop, self._box_at[tensor], columns)
 
     def _column(self, before: int, width: int, first: int, stop: int) -> bytes:
         base = before * self.chunks

@@ -98,15 +98,17 @@ def emit_entry(key: str, form: str, begin: int, end: int) -> str:
     return f"{_quoted(key)}:{form}{begin},{end}]}}"
 
 
-def emit_entries(keys: Iterable[str], forms: Iterable[str], ends: Sequence[int]) -> list[str]:
+def emit_entries(
+    keys: Iterable[str], forms: Iterable[str], begins: Iterable[int], ends: Iterable[int]
+) -> list[str]:
     """Return the entries of chunks in storage order; see `emit_entry`.
 
     Args:
         keys: Payload keys.
         forms: What `emit_form` gives for each.
-        ends: Where each ends, behind where the first begins.
+        begins, ends: As in `emit_entry`.
     """
-    columns = zip(map(_quoted, keys), forms, ends[:-1], ends[1:], strict=True)
+    columns = zip(map(_quoted, keys), forms, begins, ends, strict=True)
     return [f"{key}:{form}{begin},{end}]}}" for key, form, begin, end in columns]
 
 

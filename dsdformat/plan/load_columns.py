@@ -103,6 +103,8 @@ class LoadPlan:
         range_nbytes: Bytes of the ranges, as they are stored.
         gap_nbytes: Bytes between ranges, which are read and dropped.
         room: Of each wanted box, how many bytes its destination has, from the first element.
+        whole: How many of the first chunks are raw, one block, and what one packed box takes: of
+            each, chunk, range and copy have one row.
         strided: Wanted boxes whose destination may go on behind that.
         others: Wanted boxes, by number, that whoever made the plan reads in another way, since
             what is stored are not packed bytes; they count as read once. Empty for ours.
@@ -121,6 +123,7 @@ class LoadPlan:
     range_nbytes: int = 0
     gap_nbytes: int = 0
     room: dict[int, int] = field(default_factory=dict)
+    whole: int = 0
     strided: set[int] = field(default_factory=set)
     others: dict[int, tuple[int, Box, tuple[int, ...] | None]] = field(default_factory=dict)
 

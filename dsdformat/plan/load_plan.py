@@ -21,14 +21,15 @@ The bound is on bytes read over bytes wanted. Whole blocks may exceed it; no gap
 from __future__ import annotations
 
 import itertools
+import operator
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from dsdformat.boxes import Box
+from dsdformat.boxes import Box, whole_box
 from dsdformat.errors import ArgumentError
-from dsdformat.format.checks import ChunkPlace
+from dsdformat.format.checks import ChunkPlace, WholeChunks
 from dsdformat.format.codecs import RAW
 from dsdformat.format.dtypes import Dtype
 from dsdformat.limits import KIB
@@ -43,7 +44,7 @@ __all__ = [
     "LoadPlan",
     "LoadPlanner",
     "Wanted",
-    "WholeChunk",
+    "WantedBoxes",
 ]
 
 BOUND = 1.05
@@ -67,22 +68,40 @@ class Wanted(NamedTuple):
     strides: tuple[int, ...] | None = None
 
 
-class WholeChunk(NamedTuple):
-    """A tensor that is one raw chunk and wanted whole.
+class WantedBoxes(Sequence[Wanted]):
+    """Whole tensors that are wanted, as columns, and other boxes after them.
+
+    An object for each of many small tensors would take as long to plan as to read them.
 
     Attributes:
-        number: Of the wanted box.
-        tensor: Index of the tensor.
-        file, byte_offset, nbytes: Where the chunk lies.
-        first_block: Row of its first digest.
+        tensors: Indexes of tensors that are wanted whole and packed, each once.
+        shapes: Their shapes.
+        others: Boxes of any tensors.
     """
 
-    number: int
-    tensor: int
-    file: int
-    byte_offset: int
-    nbytes: int
-    first_block: int
+    def __init__(
+        self,
+        tensors: Sequence[int],
+        shapes: Sequence[Sequence[int]],
+        others: Sequence[Wanted] = (),
+    ) -> None:
+        self.tensors = tensors
+        self.shapes = shapes
+        self.others = others
+
+    def __len__(self) -> int:
+        return len(self.tensors) + len(self.others)
+
+    def __iter__(self) -> Iterator[Wanted]:
+        yield from map(self._whole, self.tensors, self.shapes)
+        yield from self.others
+
+    def __getitem__(self, number: Any) -> Any:
+        return list(self)[number]
+
+    @staticmethod
+    def _whole(tensor: int, shape: Sequence[int]) -> Wanted:
+        return Wanted(tensor, whole_box(tuple(shape)))
 
 
 class Chunks(Protocol):
@@ -143,66 +162,79 @@ class LoadPlanner:
         for place, copies in met.values():
             self._add_chunk(tensor, place, copies)
 
-    def add_whole(self, rows: Sequence[WholeChunk]) -> None:
-        """Add tensors that are each one raw chunk, wanted whole by one box and packed."""
-        plan, chunks, copies = self._plan, self._plan.chunks, self._plan.copies
-        if not rows:
+    def add_whole(self, numbers: Sequence[int], found: WholeChunks) -> None:
+        """Add tensors that are each one raw chunk, wanted whole by one box and packed.
+
+        Args:
+            numbers: Of the wanted boxes.
+            found: The chunks.
+        """
+        single = [nbytes <= self._plan.block_nbytes for nbytes in found.nbytes]
+        if all(single):
+            self._add_whole(numbers, found)
             return
-        first, first_copy = len(chunks.tensor), len(copies.wanted)
-        numbers, tensors, files, places, lengths, blocks = zip(*rows, strict=True)
-        nothing = array("Q", bytes(8 * len(rows)))
+        for some in (single, [not one for one in single]):
+            self._add_whole(list(itertools.compress(numbers, some)), found.chosen(some))
+
+    def _add_whole(self, numbers: Sequence[int], found: WholeChunks) -> None:
+        plan, chunks, copies = self._plan, self._plan.chunks, self._plan.copies
+        count, first, first_copy = len(numbers), len(chunks.tensor), len(copies.wanted)
+        if not count:
+            return
+        nothing = array("Q", bytes(8 * count))
         for column, values in (
-            (chunks.tensor, tensors),
+            (chunks.tensor, found.tensor),
             (chunks.number, nothing),
             (chunks.codec, nothing),
-            (chunks.file, files),
-            (chunks.byte_offset, places),
-            (chunks.first_block, blocks),
+            (chunks.file, found.file),
+            (chunks.byte_offset, found.byte_offset),
+            (chunks.first_block, found.first_block),
             (chunks.first_frame, nothing),
-            (chunks.first_copy, range(first_copy, first_copy + len(rows))),
-            (chunks.copies, itertools.repeat(1, len(rows))),
+            (chunks.first_copy, range(first_copy, first_copy + count)),
+            (chunks.copies, itertools.repeat(1, count)),
             (copies.wanted, numbers),
             (copies.src, nothing),
             (copies.dst, nothing),
-            (copies.run, lengths),
+            (copies.run, found.nbytes),
         ):
             column.extend(values)
-        plan.room.update(zip(numbers, lengths, strict=True))
-        plan.wanted_nbytes += sum(lengths)
-        if max(lengths) <= plan.block_nbytes:
-            self._add_single(first, files, places, lengths)
+        plan.room.update(zip(numbers, found.nbytes, strict=True))
+        plan.wanted_nbytes += sum(found.nbytes)
+        if max(found.nbytes) <= plan.block_nbytes:
+            self._add_single(first, found)
             return
+        _, files, places, lengths, _ = found
         for row, (file, at, nbytes) in enumerate(zip(files, places, lengths, strict=True), first):
             for start in range(0, nbytes, plan.block_nbytes):
                 some = min(plan.block_nbytes, nbytes - start)
                 self._add_range(row, file, at + start, some, start, some)
 
-    def _add_single(
-        self, first: int, files: Sequence[int], places: Sequence[int], lengths: Sequence[int]
-    ) -> None:
+    def _add_single(self, first: int, found: WholeChunks) -> None:
         """Add chunks that are one block each: by columns, in a tenth of the time."""
-        ranges = self._plan.ranges
-        ranges.chunk.extend(range(first, first + len(files)))
-        ranges.file.extend(files)
-        ranges.byte_offset.extend(places)
-        ranges.stored_nbytes.extend(lengths)
-        ranges.start.extend(array("Q", bytes(8 * len(files))))
-        ranges.nbytes.extend(lengths)
+        plan, ranges, count = self._plan, self._plan.ranges, len(found.file)
+        if first == len(ranges.chunk) == plan.whole:
+            plan.whole += count
+        ranges.chunk.extend(range(first, first + count))
+        ranges.file.extend(found.file)
+        ranges.byte_offset.extend(found.byte_offset)
+        ranges.stored_nbytes.extend(found.nbytes)
+        ranges.start.extend(array("Q", bytes(8 * count)))
+        ranges.nbytes.extend(found.nbytes)
 
     def finish(self) -> LoadPlan:
         """Put the ranges in order, and choose what is read together."""
         plan, ranges = self._plan, self._plan.ranges
         order = sorted(range(len(ranges.file)), key=ranges.byte_offset.__getitem__)
-        order.sort(key=ranges.file.__getitem__)
+        if len(set(ranges.file)) > 1:
+            order.sort(key=ranges.file.__getitem__)
         plan.order = order
-        plan.range_nbytes = sum(
-            plan.runs_of(row).nbytes if row in plan.scattered else nbytes
-            for row, nbytes in enumerate(ranges.stored_nbytes)
+        plan.range_nbytes = sum(ranges.stored_nbytes) + sum(
+            plan.runs_of(row).nbytes - ranges.stored_nbytes[row] for row in plan.scattered
         )
         if self._bound is None:
             plan.read_at = array("Q", range(len(order) + 1))
         else:
-            gaps = list(_gaps(plan))
+            gaps = _gaps(plan)
             _cut_reads(plan, gaps, _gap_limit(plan, gaps, self._bound))
         return plan
 
@@ -320,15 +352,23 @@ def _gap_limit(plan: LoadPlan, gaps: Sequence[int], bound: float) -> int:
     return some[taken - 1] if taken else 0
 
 
-def _gaps(plan: LoadPlan) -> Iterator[int]:
+def _gaps(plan: LoadPlan) -> list[int]:
     """List for each range the bytes since the one before; many where they stay apart anyhow."""
-    ranges, file, end = plan.ranges, -1, 0
-    for row in plan.order:
-        at, nbytes = ranges.byte_offset[row], ranges.stored_nbytes[row]
-        small = nbytes <= SMALL_NBYTES and row not in plan.scattered
-        follows = small and ranges.file[row] == file and at >= end
-        yield at - end if follows else _APART
-        file, end = ranges.file[row] if small else -1, at + nbytes
+    ranges, order, scattered = plan.ranges, plan.order, plan.scattered
+    places = list(map(ranges.byte_offset.__getitem__, order))
+    lengths = list(map(ranges.stored_nbytes.__getitem__, order))
+    small = [nbytes <= SMALL_NBYTES for nbytes in lengths]
+    if scattered:
+        small = [one and row not in scattered for one, row in zip(small, order, strict=True)]
+    files = list(map(ranges.file.__getitem__, order))
+    ends = map(operator.add, places, lengths)
+    after = zip(files, ends, small, strict=True)  # the one before, for all but the first
+    rows = zip(files[1:], places[1:], small[1:], strict=True)
+    gaps = [
+        at - end if low and high and file == last and at >= end else _APART
+        for (file, at, high), (last, end, low) in zip(rows, after, strict=False)
+    ]
+    return [_APART, *gaps] if order else gaps
 
 
 def _cut_reads(plan: LoadPlan, gaps: Sequence[int], gap_limit: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-__all__ = ["Buffer", "Sink", "Storage", "Target", "all_completed", "completed"]
+__all__ = ["Buffer", "Sink", "Storage", "Target", "all_completed", "completed", "read_each"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -35,6 +35,12 @@ class Storage(Protocol):
     def read_into(self, label: str, byte_offset: int, into: memoryview) -> int:
         """Fill `into` from a place in a file; return how many bytes there were."""
 
+    def read_into_many(self, label: str, byte_offset: int, into: Sequence[memoryview]) -> int:
+        """Fill buffers, one after another, from a place on; return how many bytes there were.
+
+        `read_each` does this where a storage knows nothing quicker.
+        """
+
     def map(self, label: str, *, writable: bool = False) -> memoryview | None:
         """Return a map of a file, or None if this storage has no maps.
 
@@ -43,6 +49,17 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Release what is open; maps stay valid."""
+
+
+def read_each(storage: Storage, label: str, byte_offset: int, into: Sequence[memoryview]) -> int:
+    """Fill buffers one after another by calls of `read_into`, up to the first that is cut short."""
+    done = 0
+    for piece in into:
+        count = storage.read_into(label, byte_offset + done, piece)
+        done += count
+        if count < len(piece):
+            break
+    return done
 
 
 class Sink(Protocol):

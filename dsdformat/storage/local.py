@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dsdformat.errors import ArgumentError, Problem, StorageError
@@ -24,6 +24,9 @@ __all__ = ["LocalStorage", "find_names", "replaced_path", "storage_errors"]
 OPEN_FILES_MAX = 64
 _REPLACED = ".dsd-replaced"
 _READ_MAX = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call
+_BUFFERS_MAX = 1024  # of one call, IOV_MAX of Linux
+if "SC_IOV_MAX" in getattr(os, "sysconf_names", ()) and os.sysconf("SC_IOV_MAX") > 0:
+    _BUFFERS_MAX = min(_BUFFERS_MAX, os.sysconf("SC_IOV_MAX"))
 
 
 class LocalStorage:
@@ -87,10 +90,27 @@ class LocalStorage:
         file = self._acquire(label)
         try:
             while done < len(into):
-                count = file.read(byte_offset + done, into[done : done + _READ_MAX])
+                count = file.read(byte_offset + done, [into[done : done + _READ_MAX]])
                 if count == 0:
                     break
                 done += count
+        except OSError as error:
+            raise _storage_error(error, self._path / label) from error
+        finally:
+            file.release()
+        return done
+
+    def read_into_many(self, label: str, byte_offset: int, into: Sequence[memoryview]) -> int:
+        """Fill buffers, one after another, from a place on; return how many bytes there were."""
+        done, left = 0, _Unfilled(into)
+        file = self._acquire(label)
+        try:
+            while some := left.next():
+                count = file.read(byte_offset + done, some)
+                if count == 0:
+                    break
+                done += count
+                left.fill(count)
         except OSError as error:
             raise _storage_error(error, self._path / label) from error
         finally:
@@ -178,13 +198,15 @@ class _File:
         self._lock = threading.Lock()
         self._maps: dict[bool, memoryview] = {}
 
-    def read(self, byte_offset: int, into: memoryview) -> int:
+    def read(self, byte_offset: int, into: Sequence[memoryview]) -> int:
+        """Fill some of the buffers, one after another; nothing is read at the file's end."""
         if hasattr(os, "preadv"):
-            return os.preadv(self.fd, [into], byte_offset)
+            return os.preadv(self.fd, into, byte_offset)
+        first = next(filter(None, into), memoryview(b""))
         with self._lock:
             os.lseek(self.fd, byte_offset, os.SEEK_SET)
-            data = os.read(self.fd, len(into))
-        into[: len(data)] = data
+            data = os.read(self.fd, len(first))
+        first[: len(data)] = data
         return len(data)
 
     def map(self, writable: bool) -> memoryview:
@@ -208,6 +230,34 @@ class _File:
             last = self.users == 0
         if last:
             os.close(self.fd)
+
+
+class _Unfilled:
+    """Buffers that are filled one after another, by calls that may stop anywhere."""
+
+    def __init__(self, into: Sequence[memoryview]) -> None:
+        self._into = into
+        self._some: Sequence[memoryview] = ()
+        self._first = 0  # that is not full
+        self._held = 0  # of its bytes
+
+    def next(self) -> Sequence[memoryview]:
+        """Return what is to be filled next, as much as one call takes; nothing at the end."""
+        self._some = self._into[self._first : self._first + _BUFFERS_MAX]
+        if self._held:
+            self._some = [self._some[0][self._held :], *self._some[1:]]
+        return self._some
+
+    def fill(self, count: int) -> None:
+        """Note how many bytes of that were filled."""
+        if count == sum(map(len, self._some)):  # as mostly
+            self._first, self._held = self._first + len(self._some), 0
+            return
+        count += self._held
+        while self._first < len(self._into) and count >= len(self._into[self._first]):
+            count -= len(self._into[self._first])
+            self._first += 1
+        self._held = count
 
 
 def _find_folder(path: Path) -> Path:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from dsdformat.errors import Problem, StorageError
-from dsdformat.storage.base import Buffer, Storage
+from dsdformat.storage.base import Buffer, Storage, read_each
 
 __all__ = ["CountingStorage", "MemoryStorage", "MemoryTarget"]
 
@@ -37,6 +37,10 @@ class MemoryStorage:
         piece = memoryview(self._file(label))[byte_offset : byte_offset + len(into)]
         into[: len(piece)] = piece
         return len(piece)
+
+    def read_into_many(self, label: str, byte_offset: int, into: Sequence[memoryview]) -> int:
+        """Fill buffers, one after another, from a place on; return how many bytes there were."""
+        return read_each(self, label, byte_offset, into)
 
     def map(self, label: str, *, writable: bool = False) -> memoryview | None:
         """Return a read-only view of a file, or a copy of it that is writable."""
@@ -133,6 +137,11 @@ class CountingStorage:
         """Fill `into` from a place in a file, and note it."""
         self.reads.append((label, byte_offset, len(into)))
         return self._inner.read_into(label, byte_offset, into)
+
+    def read_into_many(self, label: str, byte_offset: int, into: Sequence[memoryview]) -> int:
+        """Fill buffers from a place in a file on, and note it as one read."""
+        self.reads.append((label, byte_offset, sum(map(len, into))))
+        return self._inner.read_into_many(label, byte_offset, into)
 
     def map(self, label: str, *, writable: bool = False) -> memoryview | None:
         """Return a map of a file, or None."""

@@ -28,6 +28,7 @@ __all__ = [
     "as_bytes",
     "box_view",
     "bytes_of",
+    "bytes_of_all",
     "carrier",
     "copy_elements",
     "data_of",
@@ -56,6 +57,8 @@ _OF_NUMPY = frozenset(
         *(torch.float16, torch.float32, torch.float64),
     }
 )
+# As what numpy sees a dtype.
+_FORMS = {**{dtype: dtype for dtype in _OF_NUMPY}, torch.bfloat16: torch.int16}
 
 
 def carrier(itemsize: int) -> torch.dtype:
@@ -91,8 +94,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     nbytes = tensor.nbytes
     if nbytes == 0:
         return memoryview(bytearray())
-    if tensor.dtype in _OF_NUMPY and tensor.ndim <= 32:  # in a third of the time; numpy 1 has 32
-        array: Any = tensor.numpy(force=True)
+    form = _FORMS.get(tensor.dtype)
+    if form is not None and tensor.ndim <= 32:  # in a third of the time; numpy 1 has 32
+        array: Any = (tensor if form is tensor.dtype else tensor.view(form)).numpy(force=True)
         return memoryview(array).cast("B")
     flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     start = tensor.storage_offset() * tensor.element_size()
@@ -125,6 +129,15 @@ def memory_view(begin: int, end: int, owners: Any) -> memoryview:
     """
     array: Any = np.asarray(_Addresses(begin, end, owners))
     return memoryview(array)
+
+
+def bytes_of_all(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+    """Return the memory of packed tensors that have elements; see `bytes_of`."""
+    if sys.byteorder == "little" and {one.dtype for one in tensors} <= _OF_NUMPY:
+        arrays: Iterator[Any] = (one.numpy(force=True) for one in tensors)
+        if max([one.ndim for one in tensors], default=0) <= 32:
+            return [memoryview(array).cast("B") for array in arrays]
+    return list(map(bytes_of, tensors))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

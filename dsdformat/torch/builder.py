@@ -44,7 +44,11 @@ Key = tuple[int, Form]
 
 
 class Builder:
-    """Makes tensors for one load."""
+    """Makes tensors for one load.
+
+    Attributes:
+        origin: What is read.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class Builder:
             names: Gives the display names of each tensor; called where a form is asked for. Of
                 those of a tied one, the first counts for which that is not the usual one.
         """
-        self._checkpoint = checkpoint
+        self.origin = checkpoint
         self._mmap = mmap
         self._types = types
         self._form = form
@@ -188,7 +192,7 @@ class Builder:
         tensor = tensor_over(view, dtype, stored.entry.shape)
         if tensor.data_ptr() % dtype.itemsize:
             return None
-        if self._checkpoint.verifies:
+        if self.origin.verifies:
             verify_whole(stored.entry)
         return tensor
 

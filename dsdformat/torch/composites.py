@@ -11,6 +11,7 @@ kind is taken apart, checked and put together side by side.
 
 from __future__ import annotations
 
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ __all__ = [
     "find_kind",
     "inner_tensors",
     "plain_address",
+    "plain_addresses",
     "put_together",
     "refusal",
     "take_apart",
@@ -77,6 +79,9 @@ _PLAIN_DTYPES = frozenset(
 )
 
 
+_OFFSETS_END = 1 << 44  # bytes, more than any storage has; addresses are mostly above
+
+
 class _Fault(Exception):  # noqa: N818 -- never leaves this module
     """What is wrong with parts; the public functions add the place."""
 
@@ -119,6 +124,31 @@ def plain_address(tensor: torch.Tensor) -> int:
         return 0
     # Without elements it is 0; without memory it is where the tensor begins in its storage.
     return address if address != tensor.storage_offset() * tensor.itemsize else 0
+
+
+def plain_addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return where tensors begin if each is as `plain_address` wants it, else None.
+
+    In a third of the time, as whole columns are asked for.
+    """
+    if not OWN_CLASSES.issuperset(map(type, tensors)):
+        return None
+    try:
+        others = [
+            one
+            for one in tensors
+            if one.is_nested or not one.is_cpu or one.is_neg() or not one.is_contiguous()
+        ]
+        layouts, dtypes = {one.layout for one in tensors}, {one.dtype for one in tensors}
+        if others or layouts != {torch.strided} or not dtypes <= _PLAIN_DTYPES:
+            return None
+        addresses = [one.data_ptr() for one in tensors]
+    except RuntimeError:  # a wrapper inside torch
+        return None
+    if min(addresses, default=0) < _OFFSETS_END:  # may be an offset, in no memory
+        starts = [one.storage_offset() * one.itemsize for one in tensors]
+        return None if any(map(operator.eq, addresses, starts)) else addresses
+    return addresses
 
 
 def type_name(kind: type) -> str:

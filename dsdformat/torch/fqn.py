@@ -6,15 +6,24 @@ Found by walking modules, never by replacing text: a user's own module that is c
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Container, Sequence
 
 import torch
 from torch import nn
 
 from dsdformat.torch.compat import find_wrapped
 
-__all__ = ["canonical_name", "named_modules", "named_tensors", "stray_tensors", "unwrapped"]
+__all__ = [
+    "canonical_name",
+    "holds_meta",
+    "named_modules",
+    "named_tensors",
+    "stray_tensors",
+    "unwrapped",
+]
 
+_OF_MODULES = frozenset({bool, int, type(None), dict, OrderedDict, set})  # what each has
 EXTRA_STATE = "_extra_state"
 FLAT_PARAM = "_flat_param"  # of FSDP1: part of how it wraps
 
@@ -38,45 +47,65 @@ def _extras(wrapper: nn.Module, child: str) -> list[str]:
     return [name for name in names if name not in (child, FLAT_PARAM)]
 
 
-def named_tensors(
-    module: nn.Module, *, persistent: bool = True
-) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(module: nn.Module, *, persistent: bool = True) -> list[tuple[str, torch.Tensor]]:
     """List parameters and buffers with their canonical names; a tied one once for each name.
 
     Args:
         module: Any module, wrapped or not.
         persistent: Whether to leave out the buffers that no state dict holds.
     """
+    found: list[tuple[str, torch.Tensor]] = []
     for prefix, one in named_modules(module):
         for name, parameter in one._parameters.items():
             if parameter is not None:
-                yield prefix + name, parameter
+                found.append((prefix + name, parameter))
         for name, buffer in one._buffers.items():
             if buffer is not None and not (persistent and name in _hidden(one)):
-                yield prefix + name, buffer
+                found.append((prefix + name, buffer))
+    return found
 
 
-def named_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """List modules with the canonical prefix of what is in them; a shared one for each place."""
-    yield prefix, module
+    found: list[tuple[str, nn.Module]] = []
+    _add_modules(found, module, "")
+    return found
+
+
+def _add_modules(found: list[tuple[str, nn.Module]], module: nn.Module, prefix: str) -> None:
+    found.append((prefix, module))
+    if not module._modules:
+        return
     wrapped = find_wrapped(module)
     for name, child in module._modules.items():
         if child is not None:
             dropped = wrapped is not None and name == wrapped[0]
-            yield from named_modules(child, prefix if dropped else f"{prefix}{name}.")
+            _add_modules(found, child, prefix if dropped else f"{prefix}{name}.")
 
 
-def stray_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def stray_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """List tensors that are plain attributes of modules, which no state dict holds."""
-    if not _has_extra_state(module):  # else they may be that
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                yield prefix + name, value
-    wrapped = find_wrapped(module)
-    for name, child in module._modules.items():
-        if child is not None:
-            dropped = wrapped is not None and name == wrapped[0]
-            yield from stray_tensors(child, prefix if dropped else f"{prefix}{name}.")
+    return [
+        (prefix + name, value)
+        for prefix, one in named_modules(module)
+        if not _has_extra_state(one)  # else they may be that
+        for name, value in vars(one).items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def holds_meta(module: nn.Module) -> bool:
+    """Whether a tensor of a module is on meta, whatever it is to it."""
+    found: list[torch.Tensor | None] = []
+    for _, part in named_modules(module):
+        found += part._parameters.values()
+        found += part._buffers.values()
+        found += [
+            one
+            for one in vars(part).values()
+            if type(one) not in _OF_MODULES and isinstance(one, torch.Tensor)
+        ]
+    return bool([one for one in found if one is not None and not one.is_cpu and one.is_meta])
 
 
 def _hidden(module: nn.Module) -> Container[str]:

@@ -34,6 +34,7 @@ class LiveModel:
     Attributes:
         model: As it was given.
         units: Its flat parameters of FSDP1.
+        is_flat: Whether it has any, or others; else all of its tensors are in its modules.
         tensors: Live tensors by canonical name, a tied one under each; shards of flat parameters
             under the names of what is in them.
     """
@@ -82,6 +83,7 @@ class LiveModel:
     def _tensors(self) -> dict[str, Any]:
         flats = {id(unit.flat) for unit in self.units}
         held = {key: flat for key, flat in find_flats(self.model).items() if flat.members}
+        self.is_flat = bool(flats or held)
         result: dict[str, Any] = {
             name: tensor
             for name, tensor in named_tensors(self.model)

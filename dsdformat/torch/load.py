@@ -204,7 +204,9 @@ def load(  # noqa: PLR0913
         unknown=unknown,
     )
     if state is None:
-        with young_gc(), contextlib.closing(opened()) as origin:
+        with young_gc(), paused_gc() as resume, contextlib.closing(opened()) as origin:
+            if not _is_short(origin):
+                resume()
             tree, _ = renamed(read_tree(origin), options.renames)
             options.selection.check_used([display(place) for place, _ in leaves(tree)])
             if isinstance(origin, ForeignReader):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,13 @@ class Memory:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state: Mapping[str, Any] | None = state  # until it was looked at
-        self._assigned: list[tuple[Any, int]] = []
+        self._assigned: list[tuple[Sequence[Any], Sequence[int]]] = []
         self._owners: dict[tuple[int, Span], int | None] = {}  # what lies where, and from what
         self._taken: dict[int, _Spans] = {}  # by storage
 
-    def assign(self, tensor: Any, index: int) -> None:
-        """Note which stored tensor one of the state's own tensors gets."""
-        self._assigned.append((tensor, index))
+    def assign(self, tensors: Sequence[Any], indexes: Sequence[int]) -> None:
+        """Note which stored tensors some of the state's own tensors get; neither may change."""
+        self._assigned.append((tensors, indexes))
 
     def _look(self) -> None:
         """Find out where the state's own tensors lie, and what those get that were assigned."""
@@ -45,9 +45,10 @@ class Memory:
             for one in (tensor, grad):
                 if one is not None and _has_memory(one):
                     self._take(one, None)
-        for tensor, index in self._assigned:
-            if _has_memory(tensor):
-                self._take(tensor, index)
+        for tensors, indexes in self._assigned:
+            for tensor, index in zip(tensors, indexes, strict=True):
+                if _has_memory(tensor):
+                    self._take(tensor, index)
         self._assigned.clear()
 
     def claim(self, tensor: Any, index: int) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dsdformat.errors import UnsupportedValueError, listed, shorten
+from dsdformat.torch.buffers import OWN_CLASSES
 from dsdformat.torch.compat import find_wrapped, is_lazy
 from dsdformat.torch.fqn import canonical_name, named_tensors, unwrapped
 from dsdformat.torch.introspect import own_method
@@ -26,7 +27,10 @@ def versioned_entries(module: nn.Module) -> tuple[list[tuple[str, str, Any]], An
         UnsupportedValueError: a lazy module without a shape; an unusable state dict.
     """
     module = unwrapped(module)
-    lazy = [name for name, tensor in named_tensors(module) if is_lazy(tensor)]
+    tensors = named_tensors(module)
+    lazy = []
+    if not OWN_CLASSES.issuperset([type(tensor) for _, tensor in tensors]):
+        lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
         raise UnsupportedValueError(
             f"{listed(lazy)} of a lazy module have no shape yet",
@@ -38,7 +42,7 @@ def versioned_entries(module: nn.Module) -> tuple[list[tuple[str, str, Any]], An
             entries = call(keep_vars=True)
         else:  # may take no arguments
             entries = call()
-    if not isinstance(entries, Mapping) or any(type(key) is not str for key in entries):
+    if not isinstance(entries, Mapping) or not {str}.issuperset(map(type, entries)):
         raise UnsupportedValueError(
             f"state_dict() of {type(module).__name__} is not a mapping with string keys: "
             f"{shorten(entries)}"

@@ -7,8 +7,9 @@ Any other is filled through bounded buffers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,9 +20,11 @@ from dsdformat.limits import MIB
 from dsdformat.plan.load_plan import Wanted
 from dsdformat.torch.buffers import as_bits, box_view, bytes_of, empty, overlaps_itself
 from dsdformat.torch.origin import Entry, Origin
+from dsdformat.torch.plain_tensors import PlainTensors
 
 __all__ = [
     "Move",
+    "Moves",
     "can_cast",
     "copy_twins",
     "distinct",
@@ -94,6 +97,58 @@ class Move:
         return Box(offset, box.shape)
 
 
+class Moves(Sequence[Move]):
+    """What is to be read into which tensors: plain ones, all of them whole, and others.
+
+    Attributes:
+        plain: Plain ones, as columns.
+        others: Any, one by one.
+    """
+
+    def __init__(self, others: Sequence[Move] = (), plain: PlainTensors | None = None) -> None:
+        self.plain = plain or PlainTensors()
+        self.others = list(others)
+        self._listed: list[Move] | None = None
+
+    @classmethod
+    def of(cls, moves: Sequence[Move]) -> Moves:
+        """Return moves as columns, as far as they are."""
+        return moves if isinstance(moves, Moves) else cls(moves)
+
+    def __len__(self) -> int:
+        return len(self.plain) + len(self.others)
+
+    def __iter__(self) -> Iterator[Move]:
+        """Make a move of each plain tensor, the same one each time, then list the others."""
+        return iter(self._all())
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._all()[number]
+
+    def _all(self) -> list[Move]:
+        if self._listed is None or len(self._listed) != len(self):
+            plain = self.plain
+            rows = zip(plain.indexes, plain.tensors, plain.shapes, strict=True)
+            self._listed = [
+                *(
+                    Move(index, into.dtype, into, whole_box(tuple(shape)), is_plain=True)
+                    for index, into, shape in rows
+                ),
+                *self.others,
+            ]
+        return self._listed
+
+    @property
+    def are_distinct(self) -> bool:
+        """Whether no tensor of the checkpoint is read twice."""
+        indexes = {*self.plain.indexes, *(move.index for move in self.others)}
+        return len(indexes) == len(self)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """List what is read into."""
+        return [*self.plain.tensors, *(move.into for move in self.others)]
+
+
 def fill(checkpoint: Origin, moves: Sequence[Move]) -> None:
     """Read the tensors, what is wanted twice once.
 
@@ -109,10 +164,10 @@ def fill(checkpoint: Origin, moves: Sequence[Move]) -> None:
     mark_changed(moves)
 
 
-def distinct(moves: Sequence[Move]) -> list[Move]:
+def distinct(moves: Sequence[Move]) -> Sequence[Move]:
     """Leave out what has the key of another one; of several, one that is straight stays."""
-    if len({move.index for move in moves}) == len(moves):  # mostly
-        return list(moves)
+    if Moves.of(moves).are_distinct:  # mostly
+        return moves
     first: dict[_Key, Move] = {}
     for move in moves:
         known = first.setdefault(move.key, move)
@@ -125,14 +180,13 @@ def read(checkpoint: Origin, moves: Sequence[Move]) -> None:
     """Read boxes that are all different; see `fill`."""
     straight: list[Move] = []
     staged: list[Move] = []
-    for move in moves:
+    plain, others = Moves.of(moves).plain, Moves.of(moves).others
+    for move in others:
         (straight if move.is_straight else staged).append(move)
-    if straight:
+    if plain or straight:
         with paused_gc():
-            plan = checkpoint.plan_boxes([move.wanted() for move in straight])
-            places = [
-                bytes_of(move.into) if move.is_plain else _memory(move.into) for move in straight
-            ]
+            plan = checkpoint.plan_boxes(plain.wanted([move.wanted() for move in straight]))
+            places = plain.memory([_memory(move.into) for move in straight])
         checkpoint.read_boxes(plan, places)
     _fill_staged(checkpoint, staged)
 
@@ -150,7 +204,7 @@ def copy_twins(moves: Sequence[Move], first: Sequence[Move]) -> None:
 
 def mark_changed(moves: Sequence[Move]) -> None:
     """Let autograd know that these tensors have other values."""
-    changed = [move.into for move in moves]
+    changed = Moves.of(moves).tensors()
     torch.autograd.graph.increment_version(changed)  # those of inference mode have no version
 
 

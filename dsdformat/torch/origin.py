@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from dsdformat.boxes import Box
 from dsdformat.convert.numbers import Readable
+from dsdformat.destinations import Destinations
 from dsdformat.format.decoding import Hooks
 from dsdformat.plan.load_plan import LoadPlan, Wanted
 
@@ -50,13 +51,16 @@ class Origin(Protocol):
     def tree(self, hooks: Hooks | None = None) -> Any:
         """Return the nested state."""
 
+    def forms(self, indexes: Sequence[int]) -> tuple[list[tuple[int, ...]], list[str]]:
+        """Return the global shapes and the logical dtypes of some tensors, as columns."""
+
     def plan_boxes(self, wanted: Sequence[Wanted], *, verify: bool | None = None) -> LoadPlan:
         """Plan to read some boxes together."""
 
     def read_boxes(
         self,
         wanted: Sequence[Wanted] | LoadPlan,
-        into: Sequence[Any],
+        into: Sequence[Any] | Destinations,
         *,
         verify: bool | None = None,
     ) -> LoadPlan:

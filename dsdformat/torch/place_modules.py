@@ -6,6 +6,7 @@ What a module's state dict holds beside its own tensors is handed to its `load_s
 from __future__ import annotations
 
 import functools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,12 +19,14 @@ from dsdformat.format.paths import render_path
 from dsdformat.torch.compat import needs_loader
 from dsdformat.torch.flat_find import find_flats
 from dsdformat.torch.flatten import derived_tensors
-from dsdformat.torch.fqn import named_tensors, stray_tensors, unwrapped
-from dsdformat.torch.live_model import Entry, LiveModel, is_placed
+from dsdformat.torch.fqn import holds_meta, named_tensors, stray_tensors, unwrapped
+from dsdformat.torch.live_model import Entry, LiveModel, is_extra, is_placed
 from dsdformat.torch.placing import Plan, same_content
-from dsdformat.torch.stored import Path, describe, display
+from dsdformat.torch.stored import Path, Stored, describe, display
 
 __all__ = ["place_modules"]
+
+_RUN_MIN = 32  # entries that are looked at one by one where not all are plain
 
 
 def place_modules(plan: Plan, modules: Sequence[nn.Module], stored: Any, path: Path) -> None:
@@ -41,39 +44,45 @@ class _Placement:
         self.path = path
         self.prefix = f"{display(path)}/" if path else ""
         self.wanted: set[str] = set()
-        self.tied: dict[int, list[str]] = {}  # id of a tensor -> its names, of all parts
+        self.parts: list[tuple[LiveModel, list[Entry]]] = []
         self.fits: dict[int, bool] = {}  # id of a tensor -> whether it will be loaded
 
     def run(self, modules: Sequence[nn.Module]) -> None:
-        parts = [(live, _live_entries(live)) for live in map(LiveModel, modules)]
-        if len(parts) > 1:
-            self._check_apart(parts)
-        for model, entries in parts:
-            for _, name, value in entries:
-                self.wanted.add(name)
-                if is_placed(name, value):
-                    self.tied.setdefault(id(value), []).append(name)
-            for name, tensor in model.tensors.items():
-                names = self.tied.setdefault(id(tensor), [])
-                if name not in names:
-                    names.append(name)
-        for model, entries in parts:
+        self.parts = [(live, _live_entries(live)) for live in map(LiveModel, modules)]
+        if len(self.parts) > 1:
+            self._check_apart()
+        for _, entries in self.parts:
+            self.wanted.update([name for _, name, _ in entries])
+        for model, entries in self.parts:
             self._place(model, entries)
-        for name, value in self.stored.items():
-            if name not in self.wanted:
-                self.plan.unexpected(value, (*self.path, name), values=True)
+        for name in [name for name in self.stored if name not in self.wanted]:
+            self.plan.unexpected(self.stored[name], (*self.path, name), values=True)
         for module in modules:
             self._find_uninitialized(module)
             self._check_flats(module)
 
-    def _check_apart(self, parts: Sequence[tuple[LiveModel, Sequence[Entry]]]) -> None:
+    @functools.cached_property
+    def tied(self) -> dict[int, list[str]]:
+        """The names that each tensor has in all parts, by its id."""
+        tied: dict[int, list[str]] = {}
+        for model, entries in self.parts:
+            for _, name, value in entries:
+                if is_placed(name, value):
+                    tied.setdefault(id(value), []).append(name)
+            for name, tensor in model.tensors.items():
+                names = tied.setdefault(id(tensor), [])
+                if name not in names:
+                    names.append(name)
+        return tied
+
+    def _check_apart(self) -> None:
         """Check that parts of a model that have one name have one tensor there.
 
         Raises:
             MismatchError: `state_conflict`.
         """
         first: dict[str, Any] = {}
-        for _, entries in parts:
+        for _, entries in self.parts:
             for _, name, value in entries:
                 if first.setdefault(name, value) is not value:
                     place = render_path([*self.path, name])
@@ -81,25 +90,67 @@ class _Placement:
                         f"{place}: two parts of the model have this name", code="state_conflict"
                     )
 
+    @functools.cached_property
+    def _has_ties(self) -> bool:
+        """Whether some tensor may have several names: seldom, and seen by columns."""
+        if len(self.parts) > 1:
+            return True
+        model, entries = self.parts[0]
+        values = [value for *_, value in entries]
+        own = map(model.tensors.get, [name for _, name, _ in entries])
+        counts = {len(set(map(id, values))), len(values), len(model.tensors)}
+        return len(counts) > 1 or not all(map(operator.is_, own, values))
+
     def _place(self, model: LiveModel, entries: Sequence[Entry]) -> None:
         live: dict[str, Any] = {}
         new: dict[str, tuple[Any, Path]] = {}
-        everything = self.plan.selection.everything
+        at, size = 0, len(entries)
+        while at < len(entries):  # in their order: all at once, else in runs that are all plain
+            run = entries[at : at + size]
+            if self._place_plain(run):
+                live.update((key, value) for key, _, value in run)
+                at, size = at + size, 2 * size
+            elif size > _RUN_MIN:
+                size = _RUN_MIN
+            else:
+                self._place_each(model, run, live, new)
+                at += size
+        self.plan.installs.append(self._installer(model, live, new))
+
+    def _place_plain(self, entries: Sequence[Entry]) -> bool:
+        """Plan some entries if all are plain tensors that have one name and are stored so."""
+        names, values = [name for _, name, _ in entries], [value for *_, value in entries]
+        stored: list[Any] = list(map(self.stored.get, names))
+        if (
+            not self.plan.selection.everything
+            or set(map(type, stored)) != {Stored}
+            or any(map(is_extra, names))
+            or (self._has_ties and any(len(self.tied.get(id(one), ())) != 1 for one in values))
+        ):
+            return False
+        return self.plan.place_plain(stored, values, lambda number: self._full(names[number]))
+
+    def _place_each(
+        self,
+        model: LiveModel,
+        entries: Sequence[Entry],
+        live: dict[str, Any],
+        new: dict[str, tuple[Any, Path]],
+    ) -> None:
         for key, name, value in entries:
-            if not everything and not self._is_selected(name):
+            if not self._is_selected(name):
                 continue
             if is_placed(name, value):
                 if id(value) not in self.fits:
                     self.fits[id(value)] = self._place_tensor(value)
-                if self.fits[id(value)]:
-                    live[key] = model.registered(name, value)
+                own = model.registered(name, value)
+                if self.fits[id(value)] and own is not None:
+                    live[key] = own
             elif name in self.stored:
                 self.plan.builder.need(self.stored[name])
                 new[key] = (self.stored[name], (*self.path, name))
             else:
                 self.plan.report.missing.append(self._full(name))
-        live = {key: value for key, value in live.items() if value is not None}
-        self.plan.installs.append(self._installer(model, live, new))
 
     def _is_selected(self, name: str) -> bool:
         selection = self.plan.selection
@@ -111,10 +162,6 @@ class _Placement:
 
     def _place_tensor(self, tensor: Any) -> bool:
         names = self.tied[id(tensor)]
-        if len(names) == 1 and self.plan.selection.everything:
-            full = functools.partial(self._full, names[0])
-            if self.plan.place_plain(self.stored.get(names[0]), tensor, full):
-                return True
         found = [name for name in names if name in self.stored and self._is_selected(name)]
         if not found:
             self.plan.report.missing.append(self._full(names[0]))
@@ -131,8 +178,10 @@ class _Placement:
         self, model: LiveModel, live: dict[str, Any], new: dict[str, tuple[Any, Path]]
     ) -> Callable[[], None]:
         module = unwrapped(model.model)
-        own = {id(tensor) for _, tensor in named_tensors(module)}
-        copies = any(id(tensor) not in own for tensor in live.values())
+        copies = False
+        if self._has_ties or model.is_flat:  # else all are the model's own
+            own = {id(tensor) for _, tensor in named_tensors(module)}
+            copies = any(id(tensor) not in own for tensor in live.values())
 
         def install() -> None:
             if not new and not copies and not needs_loader(module):
@@ -149,6 +198,8 @@ class _Placement:
 
     def _find_uninitialized(self, module: nn.Module) -> None:
         """Report what is on meta and stays there (buffers that no state dict holds, and others)."""
+        if not holds_meta(module):  # as mostly
+            return
         reported = {*self.plan.report.missing, *(m.name for m in self.plan.report.mismatched)}
         seen = derived_tensors(module)
         others = stray_tensors(module)
@@ -187,7 +238,7 @@ class _Placement:
 def _live_entries(model: LiveModel) -> list[Entry]:
     """List the entries of a model; on meta, only the model's own tensors can get content."""
     entries = model.entries()
-    if not any(_is_meta(value) for _, _, value in entries):
+    if not [value for _, _, value in entries if _is_meta(value)]:
         return entries
     return [
         (key, name, model.tensors.get(name, value) if _is_meta(value) else value)
@@ -196,4 +247,4 @@ def _live_entries(model: LiveModel) -> list[Entry]:
 
 
 def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
+    return isinstance(value, torch.Tensor) and not value.is_cpu and value.is_meta

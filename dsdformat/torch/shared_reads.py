@@ -68,7 +68,7 @@ def fill_together(
             fill(checkpoint, list_moves())
         return
     moves: Sequence[Move] = ()
-    first: list[Move] = []
+    first: Sequence[Move] = ()
     keys: list[bytes] = []
     blocks: BlockMoves | None = None
     with comm.together("load") as step, paused_gc():

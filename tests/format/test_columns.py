@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dsdformat import TensorSource
 from dsdformat.boxes import Box
 from dsdformat.errors import FormatError
+from dsdformat.format.checks import find_whole_chunks, find_wholes
 from dsdformat.format.frame import parse_head
-from dsdformat.format.manifest import Columns
+from dsdformat.format.manifest import Body, Columns, parse_body
+from dsdformat.format.packing import parse
+from dsdformat.storage.memory import MemoryTarget
+from dsdformat.writer import Writer
 
 
 def sections_of(manifest: bytes) -> dict[str, bytes]:
@@ -98,3 +105,57 @@ def test_counts_that_lie_are_refused_before_anything_is_allocated(two_tensors, r
         assert error.value.code in ("bad_section_length", "limit_exceeded")
 
     assert peak_nbytes(attempt) < 100_000
+
+
+# Whole tensors, by rows and by columns
+
+
+@functools.cache
+def many_tensors() -> tuple[Body, dict[str, bytes]]:
+    """Tensors of several shapes and two dtypes, one of them empty, one of two chunks."""
+    state = {
+        f"{number:02}": TensorSource.of("uint8", (number % 3 + 1, 5), bytes(5 * (number % 3 + 1)))
+        for number in range(40)
+    }
+    state["17"] = TensorSource.of("float32", (), b"1234")
+    state["30"] = TensorSource.of("uint8", (0, 5), b"")
+    halves = [(Box((0,), (1,)), b"a"), (Box((1,), (6000,)), bytes(6000))]
+    state["33"] = TensorSource("uint8", (6001,), halves)
+    files: dict[str, bytearray] = {}
+    writer = Writer(MemoryTarget(files), threads=1, block_nbytes=4096)
+    writer.add(state)
+    writer.commit()
+    sections = sections_of(bytes(files["manifest.dsd"]))
+    return parse_body(parse(sections["body"])), sections
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["dtype", "layout", "shapes", "chunks", "boxes"]),
+            st.integers(0, 10_000),
+            st.sampled_from([0, 1, 2, 4096, 2**32 - 1]),
+        ),
+        max_size=2,
+    ),
+    st.sets(st.integers(0, 39)),
+)
+def test_whole_tensors_are_the_same_by_columns_and_by_rows(changes, left_out):
+    body, sections = many_tensors()
+    sections = {name: bytearray(data) for name, data in sections.items()}
+    for column, row, number in changes:
+        section = sections["tensors" if column in ("dtype", "layout") else column]
+        count = 40 if column in ("dtype", "layout") else len(section) // 4
+        at = 4 * (row % count) + (3 * 160 if column == "layout" else 0)
+        section[at : at + 4] = struct.pack("<I", number)
+    columns = columns_of({name: bytes(data) for name, data in sections.items()})
+    tensors = [number for number in range(40) if number not in left_out]
+    places = zip(tensors, find_wholes(body, columns, tensors), strict=True)
+    found = find_whole_chunks(body, columns, tensors)
+    assert list(zip(*found, strict=True)) == [(n, *place) for n, place in places if place]
+
+
+def test_shapes_of_some_tensors_are_those_of_each():
+    columns = columns_of(many_tensors()[1])
+    for some in ([], [3], [39, 0], range(40), range(16), [5, 4, 4], [17, 16]):
+        assert columns.shapes(some) == list(map(columns.shape, some))

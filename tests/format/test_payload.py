@@ -211,7 +211,7 @@ def test_a_header_by_columns_is_that_of_its_entries(seed):
     ]
     forms = [emit_form(one.dtype, one.shape, one.codec, one.nbytes) for one in rows]
     ends = list(itertools.accumulate((one.nbytes for one in rows), initial=0))
-    entries = emit_entries([one.key for one in rows], forms, ends)
+    entries = emit_entries([one.key for one in rows], forms, ends[:-1], ends[1:])
     assert join_entries(entries, {"a": "b"}) == header_json(rows, {"a": "b"})
 
 

@@ -15,7 +15,7 @@ from dsdformat import Box, Checkpoint, TensorSource
 from dsdformat.boxes import flat_boxes, whole
 from dsdformat.errors import ArgumentError, ChecksumError
 from dsdformat.plan.load_columns import LoadPlan
-from dsdformat.plan.load_plan import BATCH_NBYTES, SMALL_NBYTES, Wanted
+from dsdformat.plan.load_plan import BATCH_NBYTES, SMALL_NBYTES, Wanted, WantedBoxes
 from dsdformat.plan.mesh import Replicate, Shard
 from dsdformat.plan.sharding import MeshSharding, Sharding
 from dsdformat.storage.memory import CountingStorage, MemoryStorage
@@ -500,3 +500,87 @@ def test_ranks_that_want_columns_read_their_blocks_whole_unless_unverified(dtype
         print(f"\n{dtype}: columns over 4 ranks {verified:.2f}, a model with them {model:.2f}")
     assert 3.9 < verified <= 4
     assert amplification(checkpoint, columns, 4, verify=False) == 1
+
+
+# Whole tensors as columns
+
+MIXED = {
+    **{f"s{number:02}": uint8((number + 1, 3)) for number in range(30)},
+    "large": uint8((5, BLOCK)),
+    "packed": uint8((4, 64), codec="zstd"),
+    "split": uint8((8, 8), [rows(0, 4, (8, 8)), rows(4, 4, (8, 8))]),
+    "empty": uint8((0, 3)),
+}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("step", [1, -1, 3])
+def test_whole_tensors_are_planned_alike_as_columns_and_as_boxes(counted, verify, step):
+    checkpoint, storage = counted(MIXED)
+    tensors = list(range(len(checkpoint)))[::step]
+    shapes = checkpoint.forms(tensors)[0]
+    boxes = [Wanted(one, whole(shape)) for one, shape in zip(tensors, shapes, strict=True)]
+    part = [Wanted(one, whole(shape)) for one, shape in zip(tensors, shapes, strict=True)][20:]
+    forms = [
+        boxes,
+        WantedBoxes(tensors, shapes),
+        WantedBoxes(tensors[:20], shapes[:20], part),
+    ]
+    assert all(list(form) == boxes and len(form) == len(boxes) for form in forms)
+    plans = [checkpoint.plan_boxes(form, verify=verify) for form in forms]
+    results = [carry_out(checkpoint, storage, plan) for plan in plans]
+    assert results[0] == results[1] == results[2]
+    for plan in plans[1:]:
+        assert (plan.room, list(plan.extents())) == (plans[0].room, list(plans[0].extents()))
+    for index, data in zip(tensors, results[0], strict=True):
+        assert data == bytes(checkpoint.table.read(index, None, None, True))
+
+
+def test_what_is_wanted_whole_and_in_part_is_read_once(counted):
+    checkpoint, storage = counted(MIXED)
+    tensors = list(range(len(checkpoint)))
+    index = checkpoint.tensor("s20").index
+    wanted = WantedBoxes(
+        tensors, checkpoint.forms(tensors)[0], [Wanted(index, rows(3, 2, (21, 3)))]
+    )
+    into = carry_out(checkpoint, storage, checkpoint.plan_boxes(wanted))
+    assert into[-1] == into[tensors.index(index)][9:15]
+
+
+@pytest.mark.parametrize("bad", [-1, len(MIXED)])
+def test_a_tensor_that_is_not_there_cannot_be_wanted_whole(counted, bad):
+    checkpoint, _ = counted(MIXED)
+    with pytest.raises(ArgumentError) as caught:
+        checkpoint.plan_boxes(WantedBoxes([0, bad], [checkpoint.forms([0])[0][0], ()]))
+    assert caught.value.code == "bad_argument"
+
+
+def test_a_tensor_cannot_be_wanted_whole_in_another_shape(counted):
+    checkpoint, _ = counted(MIXED)
+    with pytest.raises(ArgumentError) as caught:
+        checkpoint.plan_boxes(WantedBoxes([checkpoint.tensor("s04").index], [(3, 5)]))
+    assert caught.value.code == "box_out_of_bounds"
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_buffers_that_lie_over_each_other_get_the_last_of_what_is_read(counted, verify):
+    state = {f"s{number:02}": uint8((64, 64)) for number in range(20)}
+    checkpoint, _ = counted(state, block_nbytes=BLOCK)
+    shared = bytearray(BLOCK)
+    into: list[Any] = [bytearray(BLOCK) for _ in range(18)]
+    checkpoint.read_all([*into, shared, shared], verify=verify)
+    assert [bytes(one) for one in (*into, shared)] == [data_of(BLOCK)] * 19
+
+
+def test_a_small_tensor_that_is_damaged_is_named_among_many(save):
+    files = save({f"s{number:02}": uint8((8, 8)) for number in range(40)}, block_nbytes=BLOCK)
+    label = next(label for label in files if label != "manifest.dsd")
+    at = len(files[label]) - 40 * 64 + 33 * 64 + 5
+    files[label] = files[label][:at] + bytes([files[label][at] ^ 1]) + files[label][at + 1 :]
+    with Checkpoint(MemoryStorage(files), threads=1) as checkpoint:
+        into = [bytearray(64) for _ in range(40)]
+        with pytest.raises(ChecksumError) as caught:
+            checkpoint.read_all(into)
+        assert (caught.value.code, caught.value.entry) == ("checksum_mismatch", "s33")
+        checkpoint.read_all(into, verify=False)
+    assert [number for number, one in enumerate(into) if one != data_of(64)] == [33]

@@ -64,17 +64,25 @@ Read = tuple[str, int, int]
 def reads() -> Iterator[list[Read]]:
     """Note label, byte offset and length of what is read from folders, by this process."""
     noted: list[Read] = []
-    kept = LocalStorage.read_into
+    kept, kept_many = LocalStorage.read_into, LocalStorage.read_into_many
 
     def read_into(self: LocalStorage, label: str, byte_offset: int, into: memoryview) -> int:
         noted.append((label, byte_offset, len(into)))
         return kept(self, label, byte_offset, into)
 
+    def read_into_many(
+        self: LocalStorage, label: str, byte_offset: int, into: Sequence[memoryview]
+    ) -> int:
+        noted.append((label, byte_offset, sum(map(len, into))))
+        return kept_many(self, label, byte_offset, into)
+
     LocalStorage.read_into = read_into  # type: ignore[method-assign]
+    LocalStorage.read_into_many = read_into_many  # type: ignore[method-assign]
     try:
         yield noted
     finally:
         LocalStorage.read_into = kept  # type: ignore[method-assign]
+        LocalStorage.read_into_many = kept_many  # type: ignore[method-assign]
 
 
 def data_reads(noted: list[Read], path: str) -> list[Read]:

@@ -46,6 +46,72 @@ def test_a_file_has_its_length(storage, label):
 
 
 @pytest.mark.parametrize(
+    ("byte_offset", "lengths", "count"),
+    [
+        (0, [], 0),
+        (0, [256], 256),
+        (3, [0, 1, 0, 2, 50, 0], 53),
+        (250, [3, 3], 6),
+        (250, [3, 4], 6),  # it ends there
+        (250, [7, 3], 6),
+        (256, [1, 1], 0),
+        (300, [1], 0),
+        (2, [0, 0], 0),
+    ],
+)
+def test_buffers_are_filled_one_after_another(storage, byte_offset, lengths, count):
+    data = FILES["a.bin"][byte_offset : byte_offset + sum(lengths)]
+    into = [memoryview(bytearray(nbytes)) for nbytes in lengths]
+    assert storage.read_into_many("a.bin", byte_offset, into) == count
+    assert b"".join(into) == data.ljust(sum(lengths), b"\0")
+    if isinstance(storage, CountingStorage):
+        assert storage.reads == [("a.bin", byte_offset, sum(lengths))]
+
+
+def test_more_buffers_are_filled_than_one_call_takes(tmp_path, monkeypatch):
+    data = bytes(range(256)) * 20
+    (tmp_path / "a.bin").write_bytes(data)
+    storage = LocalStorage(tmp_path)
+    into = [memoryview(bytearray(number % 4)) for number in range(3000)]
+    count = sum(map(len, into))
+    assert storage.read_into_many("a.bin", 7, into) == count
+    assert b"".join(into) == data[7 : 7 + count]
+    storage.close()
+
+
+def test_buffers_are_filled_by_calls_that_stop_anywhere(tmp_path, monkeypatch):
+    data = bytes(range(256))
+    (tmp_path / "a.bin").write_bytes(data)
+    kept, counts = local._File.read, iter([1, 3, 2, 5, 1, 1, 8, 100, 4])
+
+    def read(self, byte_offset, into):
+        short = memoryview(bytearray(min(next(counts), sum(map(len, into)))))
+        done = kept(self, byte_offset, [short])
+        at = 0
+        for piece in into:
+            some = short[at : at + len(piece)]
+            piece[: len(some)] = some
+            at += len(piece)
+        return done
+
+    monkeypatch.setattr(local._File, "read", read)
+    storage = LocalStorage(tmp_path)
+    into = [memoryview(bytearray(nbytes)) for nbytes in (1, 2, 0, 4, 3, 10, 90, 15)]
+    assert storage.read_into_many("a.bin", 5, into) == 125
+    assert b"".join(into) == data[5:130]
+    storage.close()
+
+
+def test_buffers_are_filled_where_the_system_has_no_preadv(folder, monkeypatch):
+    monkeypatch.delattr(os, "preadv")
+    storage = LocalStorage(folder)
+    into = [memoryview(bytearray(nbytes)) for nbytes in (0, 3, 0, 4)]
+    assert storage.read_into_many("a.bin", 250, into) == 6
+    assert b"".join(into) == FILES["a.bin"][250:] + b"\0"
+    storage.close()
+
+
+@pytest.mark.parametrize(
     ("byte_offset", "nbytes", "count"),
     [
         pytest.param(0, 256, 256, id="all"),

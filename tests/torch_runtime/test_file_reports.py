@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +106,25 @@ def test_what_compresses_is_small_and_what_does_not_is_raw_and_each_is_read_alon
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Byte offset, length and address of all reads of data, behind headers, from here on."""
     noted: list[tuple[int, int, int]] = []
-    kept = LocalStorage.read_into
+    kept, kept_many = LocalStorage.read_into, LocalStorage.read_into_many
+
+    def note(label: str, byte_offset: int, into: Sequence[memoryview]) -> None:
+        if label != "manifest.dsd" and byte_offset:
+            address = np.frombuffer(into[0], np.uint8).ctypes.data
+            noted.append((byte_offset, sum(map(len, into)), address))
 
     def read_into(self: LocalStorage, label: str, byte_offset: int, into: memoryview) -> int:
-        if label != "manifest.dsd" and byte_offset:
-            address = np.frombuffer(into, np.uint8).ctypes.data
-            noted.append((byte_offset, len(into), address))
+        note(label, byte_offset, [into])
         return kept(self, label, byte_offset, into)
 
+    def read_into_many(
+        self: LocalStorage, label: str, byte_offset: int, into: Sequence[memoryview]
+    ) -> int:
+        note(label, byte_offset, into)
+        return kept_many(self, label, byte_offset, into)
+
     monkeypatch.setattr(LocalStorage, "read_into", read_into)
+    monkeypatch.setattr(LocalStorage, "read_into_many", read_into_many)
     return noted
 
 

@@ -86,17 +86,23 @@ def data_nbytes(monkeypatch) -> list[int]:
     """The lengths of all reads of data files from here on; maps count as whole files."""
     reads: list[int] = []
     read_into, map_file = LocalStorage.read_into, LocalStorage.map
+    read_into_many = LocalStorage.read_into_many
 
     def read(self: Any, label: str, byte_offset: int, into: Any) -> int:
         if label != "manifest.dsd":
             reads.append(len(into))
         return read_into(self, label, byte_offset, into)
 
+    def read_many(self: Any, label: str, byte_offset: int, into: Any) -> int:
+        reads.append(sum(map(len, into)))
+        return read_into_many(self, label, byte_offset, into)
+
     def map_(self: Any, label: str, *, writable: bool = False) -> Any:
         reads.append(self.nbytes(label))
         return map_file(self, label, writable=writable)
 
     monkeypatch.setattr(LocalStorage, "read_into", read)
+    monkeypatch.setattr(LocalStorage, "read_into_many", read_many)
     monkeypatch.setattr(LocalStorage, "map", map_)
     return reads
 
