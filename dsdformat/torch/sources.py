@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import math
+import operator
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,19 +48,17 @@ _NAMES = {dtype: name for name in DTYPES if (dtype := torch_dtype(name)) is not 
 
 @dataclass(slots=True)
 class _Rows:
-    """Plain tensors that are neighbours: where each begins, what it is, and what keeps it alive."""
+    """Plain tensors that are neighbours: where each lies, what it is, and what keeps it alive."""
 
     addresses: list[int] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     storages: list[torch.UntypedStorage] = field(default_factory=list)
 
     def run(self) -> SourceRun:
         """Return them as a run, in a view of all memory from the first to the last."""
-        widths = {name: DTYPES[name].itemsize for name in set(self.dtypes)}
-        columns = zip(self.addresses, self.shapes, self.dtypes, strict=True)
-        end = max(at + math.prod(shape) * widths[name] for at, shape, name in columns)
-        first = min(self.addresses)
+        first, end = min(self.addresses), max(map(operator.add, self.addresses, self.nbytes))
         data = memory_view(first, end, self.storages)
         return SourceRun(self.dtypes, self.shapes, data, [at - first for at in self.addresses])
 
@@ -159,6 +157,7 @@ class Adapter:
             if address and address not in taken:
                 taken.add(address)
                 rows.addresses.append(address)
+                rows.nbytes.append(value.nbytes)
                 rows.dtypes.append(_NAMES[value.dtype])
                 rows.shapes.append(tuple(value.shape))
                 rows.storages.append(value.untyped_storage())
