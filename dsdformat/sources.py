@@ -84,14 +84,25 @@ class TensorSource:
 
         As `Box.of_unsigned`, for those of which there may be a million.
         """
+        return cls.of_boxes(dtype, shape, ((box, data),), None)
+
+    @classmethod
+    def of_boxes(
+        cls,
+        dtype: str,
+        shape: tuple[int, ...],
+        chunks: Sequence[tuple[Box, Data]],
+        layout: tuple[Mesh, tuple[str, ...]] | None,
+    ) -> TensorSource:
+        """As `of_sound`, of some boxes of a tensor, and with a layout."""
         source = object.__new__(cls)
         assign = object.__setattr__
         assign(source, "dtype", dtype)
         assign(source, "shape", shape)
-        assign(source, "chunks", ((box, data),))
+        assign(source, "chunks", chunks)
         assign(source, "codec", None)
         assign(source, "attributes", _NO_ATTRIBUTES)
-        assign(source, "layout", None)
+        assign(source, "layout", layout)
         return source
 
     @property

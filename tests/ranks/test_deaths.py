@@ -162,8 +162,8 @@ def told(launcher: Any, folder: Path, function: str, args: Any, world_size: int)
 # the background and of a load, in their order.
 Phase = tuple[Callable[[], Any], int, bool]
 SAVE_PHASES: dict[str, Phase] = {
-    "agreeing": (lambda: dying(Comm, "check_agreement"), 1, False),
-    "captured": (lambda: dying(save_together, "find_holders"), 0, False),
+    "capturing": (lambda: dying(save_together, "named_leaves"), 1, False),
+    "captured": (lambda: dying(save_together, "mergeable"), 0, False),
     "begun": (lambda: dying(LocalTarget, "__init__", after=True), 0, False),
     "joined": (lambda: dying(JoinedTarget, "__init__", after=True), 1, False),
     "planned": (lambda: dying(PartWriter, "plan", after=True), 1, False),
