@@ -184,7 +184,7 @@ LOAD_PHASES: dict[str, Phase] = {
     "opening": (lambda: dying(LocalStorage, "__init__", after=True), 1, False),
     "comparing": (lambda: dying(Loading, "check"), 0, False),
     "made": (lambda: dying(Loading, "prepare", after=True), 1, False),
-    "finding-others": (lambda: dying(shared_reads, "find_alike"), 0, False),
+    "finding-others": (lambda: dying(shared_reads, "alike_among"), 0, False),
     "sharing-out": (lambda: dying(shared_reads, "read"), 1, False),
     "read": (lambda: dying(shared_reads, "mark_changed"), 0, False),
     "ending": (lambda: dying(Checkpoint, "close"), 0, False),
