@@ -180,7 +180,7 @@ BACKGROUND_PHASES: dict[str, Phase] = {
     "apart-committed": (lambda: dying(LocalTarget, "commit", after=True), 0, True),
 }
 LOAD_PHASES: dict[str, Phase] = {
-    "agreeing-to-load": (lambda: dying(Comm, "check_agreement"), 0, False),
+    "agreeing-to-load": (lambda: dying(Comm, "check_told"), 0, False),
     "opening": (lambda: dying(LocalStorage, "__init__", after=True), 1, False),
     "comparing": (lambda: dying(Loading, "check"), 0, False),
     "made": (lambda: dying(Loading, "prepare", after=True), 1, False),
