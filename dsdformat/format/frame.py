@@ -248,14 +248,22 @@ def emit_manifest(
 
 
 def _cut(pieces: Iterable[bytes]) -> Iterable[bytes]:
+    """Cut what lies in pieces into pages; a byte is copied once, or twice between two pieces."""
     rest = bytearray()
     for piece in pieces:
-        rest += piece
-        whole = len(rest) - len(rest) % PAGE_NBYTES
-        view = bytes(memoryview(rest)[:whole])
+        view = memoryview(piece)
+        if rest:
+            missing = PAGE_NBYTES - len(rest)
+            rest += view[:missing]
+            view = view[missing:]
+            if len(rest) < PAGE_NBYTES:
+                continue
+            yield bytes(rest)
+            rest.clear()
+        whole = len(view) - len(view) % PAGE_NBYTES
         for at in range(0, whole, PAGE_NBYTES):
-            yield view[at : at + PAGE_NBYTES]
-        del rest[:whole]
+            yield bytes(view[at : at + PAGE_NBYTES])
+        rest += view[whole:]
     if rest:
         yield bytes(rest)
 

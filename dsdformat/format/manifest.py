@@ -7,6 +7,7 @@ at a time, from sections that a caller reads lazily.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import operator
 import sys
@@ -219,12 +220,31 @@ class Columns:
         if self.tensors and max(self.ndim) > NDIM_MAX:  # before their shapes are decoded
             message = f"a tensor has {max(self.ndim)} dims, at most {NDIM_MAX} are allowed"
             raise Problem("limit_exceeded", message, path="$.tensors").error()
-        self._shape_at = _starts(self.ndim)
-        self._chunk_at = _starts(self.chunk_count)
-        self._box_at = _starts(map(operator.mul, self.ndim, self.chunk_count))
-        self.chunks = self._chunk_at[-1]
         self._shapes = _u64(read("shapes", 0, nbytes["shapes"]))
         self._window = _Window(0, 0, 0, (array("Q"),) * 6)
+
+    def with_counts(self, counts: bytes, nbytes: Mapping[str, int], read: ReadSection) -> Columns:
+        """Return the columns of sections that have the same tensors, with other chunks.
+
+        Args:
+            counts: The column of chunk counts there; all else in the tables of tensors and shapes
+                has the same bytes, and what was decoded of it is shared.
+            nbytes, read: As above, of the other sections.
+        """
+        other = object.__new__(Columns)
+        other.__dict__.update(self.__dict__)
+        other._read = read
+        other.blocks = nbytes["digests"] // DIGEST_NBYTES
+        other.frames = nbytes["frames"] // FRAME_NBYTES
+        other._window = _Window(0, 0, 0, (array("Q"),) * 6)
+        column = _u32(counts)
+        if column != self.chunk_count:
+            other.chunk_count, other.chunks = column, sum(column)
+            other._box_numbers = 2 * sum(map(operator.mul, self.ndim, column))
+            for name in ("_chunk_at", "_box_at"):
+                other.__dict__.pop(name, None)
+        other._check_rest(nbytes)
+        return other
 
     def _check_lengths(self, nbytes: Mapping[str, int]) -> None:
         """Add up dims, chunks and boxes, a piece of the table at a time (R-7.3)."""
@@ -235,15 +255,32 @@ class Columns:
             count = self._tensor_column(2, start, stop)
             dims, chunks = dims + sum(ndim), chunks + sum(count)
             boxes += sum(map(operator.mul, ndim, count))
+        if nbytes["shapes"] != 8 * dims:
+            _wrong_length("shapes", nbytes["shapes"], f"{8 * dims} from the counts")
+        self.chunks, self._box_numbers = chunks, 2 * boxes
+        self._check_rest(nbytes)
+
+    def _check_rest(self, nbytes: Mapping[str, int]) -> None:
         for name, expected in (
-            ("shapes", 8 * dims),
-            ("chunks", 32 * chunks),
-            ("boxes", 16 * boxes),
+            ("chunks", 32 * self.chunks),
+            ("boxes", 8 * self._box_numbers),
             ("digests", DIGEST_NBYTES * self.blocks),
             ("frames", FRAME_NBYTES * self.frames),
         ):
             if nbytes[name] != expected:
                 _wrong_length(name, nbytes[name], f"{expected} from the counts")
+
+    @functools.cached_property
+    def _shape_at(self) -> array[int]:
+        return _starts(self.ndim)
+
+    @functools.cached_property
+    def _chunk_at(self) -> array[int]:
+        return _starts(self.chunk_count)
+
+    @functools.cached_property
+    def _box_at(self) -> array[int]:
+        return _starts(map(operator.mul, self.ndim, self.chunk_count))
 
     def _tensor_column(self, column: int, start: int, stop: int) -> array[int]:
         base = 4 * column * self.tensors
@@ -338,12 +375,18 @@ class Columns:
 
 def pack_u32(values: array[int]) -> bytes:
     """Write a column of u32."""
-    return _little(array("I", values)).tobytes()
+    return _packed("I", values)
 
 
 def pack_u64(values: array[int]) -> bytes:
     """Write a column of u64."""
-    return _little(array("Q", values)).tobytes()
+    return _packed("Q", values)
+
+
+def _packed(code: str, values: array[int]) -> bytes:
+    if values.typecode != code or sys.byteorder == "big":
+        values = _little(array(code, values))
+    return values.tobytes()
 
 
 def _u32(raw: bytes) -> array[int]:

@@ -6,6 +6,7 @@ which a reader wants a few: nothing is made for the others, not even to check th
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from array import array
@@ -23,6 +24,7 @@ from dsdformat.plan.tilings import Tiling, find_tiling
 __all__ = ["ChunkTable", "find_sound_table", "table_of_row"]
 
 _FEW = 8  # chunks that are looked at one by one
+_KEPT_CHUNKS = 64  # of a tensor whose tiling is kept
 
 
 class ChunkTable(NamedTuple):
@@ -79,12 +81,10 @@ def find_sound_table(
     if not rows.file or any(rows.codec) or any(rows.first_frame):
         return None
     ndim = len(shape)
-    offsets = [rows.numbers[dim :: 2 * ndim] for dim in range(ndim)]
-    sizes = [rows.numbers[ndim + dim :: 2 * ndim] for dim in range(ndim)]
-    tiling = find_tiling(shape, offsets, sizes)
+    look = _known_tiling if len(rows.file) <= _KEPT_CHUNKS else _tiling_of
+    tiling, lengths = look(shape, dtype.itemsize, rows.numbers.tobytes())
     if tiling is None:
         return None
-    lengths = _lengths(dtype.itemsize, sizes)
     if not _are_in_bounds(body, columns, rows, lengths):
         return None
     some = {body.files[index].prefix: index for index in set(rows.file)}
@@ -104,6 +104,27 @@ def find_sound_table(
         )
 
     return ChunkTable(dtype, shape, len(lengths), tiling, place)
+
+
+def _tiling_of(
+    shape: tuple[int, ...], itemsize: int, numbers: bytes
+) -> tuple[Tiling | None, Sequence[int]]:
+    """Return how boxes tile a shape, if that is seen, and how many bytes each has.
+
+    Args:
+        shape: Of the tensor.
+        itemsize: Bytes of an element.
+        numbers: Of each box its offset and its shape, as of `ChunkRows`.
+    """
+    column, ndim = array("Q", numbers), len(shape)
+    offsets = [column[dim :: 2 * ndim] for dim in range(ndim)]
+    sizes = [column[ndim + dim :: 2 * ndim] for dim in range(ndim)]
+    tiling = find_tiling(shape, offsets, sizes)
+    return tiling, () if tiling is None else _lengths(itemsize, sizes)
+
+
+# Layers are alike: most tensors of one shape were written in the same boxes.
+_known_tiling = functools.lru_cache(maxsize=256)(_tiling_of)
 
 
 def _lengths(itemsize: int, sizes: Sequence[array[int]]) -> Sequence[int]:

@@ -37,9 +37,10 @@ from dsdformat.format.packing import emit, parse
 from dsdformat.plan.part_checks import (
     PieceChecks,
     check_carried,
-    check_columns,
     check_counts,
     check_layouts,
+    check_rows,
+    check_tensors,
 )
 from dsdformat.plan.tree_merge import Piece, cut_tree, joined_tree
 
@@ -186,12 +187,19 @@ def needed_features(part: Part) -> set[str]:
     return ({"zstd"} if codecs else set()) | ({"planes"} if PLANES in codecs else set())
 
 
+class _Layouts(NamedTuple):
+    """Meshes and layouts that many parts have."""
+
+    meshes: tuple[Mesh, ...]
+    layouts: tuple[Layout, ...]
+
+
 class _PartReader:
     """Reads parts, and decodes once what many of them have alike."""
 
     def __init__(self) -> None:
-        self._layouts: dict[bytes, dict[str, Any]] = {}
-        self._tensors: dict[tuple[Any, ...], TensorColumns] = {}
+        self._layouts: dict[bytes, _Layouts] = {}
+        self._known: dict[Any, tuple[TensorColumns, Columns]] = {}
         self._pieces = PieceChecks()
 
     def read(self, raw: bytes, rank: int) -> Part:
@@ -209,17 +217,23 @@ class _PartReader:
             at = head.page_offsets[head.sections[name].first_page]
             return raw[at + start : at + stop]
 
+        def view(name: str) -> memoryview:
+            at = head.page_offsets[head.sections[name].first_page]
+            return memoryview(raw)[at : at + nbytes[name]]
+
         fields = parse(read("body", 0, nbytes["body"]))
         raise_problems(find_body_problems(fields))
         carried = fields["extensions"].pop(_CARRIED, None)
+        body = parse_body(fields)
         if carried is not None:
             check_carried(carried, len(fields["files"]))
             self._pieces.check(carried["tree"])
-            fields |= self._shared_layouts(carried["layouts"], fields)
-        body = parse_body(fields)
-        columns = Columns(nbytes, read)
-        chunks = _all_rows(columns.chunks, nbytes, read)
-        check_columns(body, columns, chunks)
+            meshes, layouts = self._shared_layouts(carried["layouts"], fields)
+            body = replace(body, meshes=meshes, layouts=layouts)
+        told = (body.meshes, body.layouts) if carried is None else carried["layouts"]
+        tensors, columns = self._shared_tensors((body.dtypes, told), body, nbytes, read)
+        chunks = _all_rows(columns.chunks, view("chunks"), view("boxes"))
+        check_rows(body, columns, chunks)
         if carried is None:
             _check_tree(body.tree, columns.tensors, rank)
             counts = _count(len(body.files), chunks, columns)
@@ -228,7 +242,7 @@ class _PartReader:
             check_counts(counts, columns)
         return Part(
             tree=body.tree if carried is None else None,
-            tensors=self._shared_tensors(body, columns, read("shapes", 0, nbytes["shapes"])),
+            tensors=tensors,
             counts=columns.chunk_count,
             chunks=chunks,
             files=list(body.files),
@@ -238,22 +252,35 @@ class _PartReader:
             pieces=None if carried is None else carried["tree"],
         )
 
-    def _shared_layouts(self, raw: bytes, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the meshes and layouts of a part."""
+    def _shared_layouts(self, raw: bytes, fields: dict[str, Any]) -> _Layouts:
+        """Return the meshes and layouts of a part: one object for parts that agree on them."""
         if raw not in self._layouts:
-            layouts = parse(raw)
-            check_layouts(layouts)
-            raise_problems(find_body_problems(fields | layouts))
-            self._layouts[raw] = layouts
+            plain = parse(raw)
+            check_layouts(plain)
+            raise_problems(find_body_problems(fields | plain))
+            body = parse_body(fields | plain)
+            self._layouts[raw] = _Layouts(body.meshes, body.layouts)
         return self._layouts[raw]
 
-    def _shared_tensors(self, body: Body, columns: Columns, shapes: bytes) -> TensorColumns:
-        """Return the tensors of a part: one object for parts that agree on them."""
-        numbers = (columns.dtype.tobytes(), columns.ndim.tobytes(), columns.layout.tobytes())
-        key = (*numbers, shapes, body.dtypes, body.layouts, body.meshes)
-        if key not in self._tensors:
-            self._tensors[key] = _tensors(body, columns)
-        return self._tensors[key]
+    def _shared_tensors(
+        self, key: Any, body: Body, nbytes: Mapping[str, int], read: ReadSection
+    ) -> tuple[TensorColumns, Columns]:
+        """Return the tensors of a part, one object for parts that agree on them, and its columns.
+
+        Args:
+            key: What is equal where dtypes, meshes and layouts are.
+            body, nbytes, read: Of the part.
+        """
+        raw, shapes = (read(name, 0, nbytes[name]) for name in ("tensors", "shapes"))
+        first, last = len(raw) // 2, len(raw) * 3 // 4  # counts lie between, and may differ
+        key = key, len(raw), digest(b"".join((raw[:first], raw[last:], shapes)))
+        known = self._known.get(key)
+        if known is not None:
+            return known[0], known[1].with_counts(raw[first:last], nbytes, read)
+        columns = Columns(nbytes, read)
+        check_tensors(body, columns)
+        known = self._known[key] = _tensors(body, columns), columns
+        return known
 
 
 def _cut_sums(counts: Iterable[Sequence[int]], columns: Columns) -> list[FileSums]:
@@ -299,8 +326,7 @@ def _bases(files: int, owners: Sequence[int], firsts: Sequence[int], total: int)
     return bases
 
 
-def _all_rows(chunks: int, nbytes: Mapping[str, int], read: ReadSection) -> ChunkRows:
-    raw = memoryview(read("chunks", 0, nbytes["chunks"]))
+def _all_rows(chunks: int, raw: memoryview, boxes: memoryview) -> ChunkRows:
     at = 4 * chunks
     return ChunkRows(
         first=0,
@@ -309,7 +335,7 @@ def _all_rows(chunks: int, nbytes: Mapping[str, int], read: ReadSection) -> Chun
         byte_offset=_unpacked("Q", raw[2 * at : 4 * at]),
         first_block=_unpacked("Q", raw[4 * at : 6 * at]),
         first_frame=_unpacked("Q", raw[6 * at :]),
-        numbers=_unpacked("Q", read("boxes", 0, nbytes["boxes"])),
+        numbers=_unpacked("Q", boxes),
     )
 
 
@@ -379,8 +405,9 @@ def _check_tree(tree: Any, tensors: int, rank: int) -> None:
 
 
 def _check_pages(head: Head, raw: bytes) -> None:
+    view = memoryview(raw)
     for index, (begin, end) in enumerate(itertools.pairwise(head.page_offsets)):
         at = DIGEST_NBYTES * index
-        if digest(raw[begin:end]) != head.page_digests[at : at + DIGEST_NBYTES]:
+        if digest(view[begin:end]) != head.page_digests[at : at + DIGEST_NBYTES]:
             message = f"a part was damaged on its way to the coordinator, at byte {begin}"
             raise Problem("page_checksum_mismatch", message, byte_offset=begin).error()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsdformat.errors import MismatchError, shorten
-from dsdformat.plan.chunk_merge import WriterChunks, find_gap, merge_rows, whole_boxes
+from dsdformat.plan.chunk_merge import WriterChunks, find_gaps, merge_rows, whole_boxes
 from dsdformat.plan.part import FileSums, Part, TensorColumns, first_rows
 from dsdformat.plan.tree_merge import cut_tree, index_tensors, merge_pieces, tensor_name
 
@@ -24,7 +24,7 @@ def merge_parts(parts: Sequence[Part]) -> Part:
     Raises:
         MismatchError: `state_conflict` where they disagree.
 
-    Complexity: linear in the chunks, about 1 µs each, and in the bytes of all trees.
+    Complexity: linear in the chunks, as `merge_rows`, and in the bytes of all trees.
     Memory: the merged columns, and about as much again.
     """
     if len(parts) == 1:
@@ -55,14 +55,7 @@ def check_complete(part: Part) -> None:
     shapes = part.tensors.shapes
     if part.counts == array("I", [1]) * len(shapes) and part.chunks.numbers == whole_boxes(shapes):
         return  # most are whole
-    faults = []
-    at = 0
-    for index, (shape, count) in enumerate(zip(shapes, part.counts, strict=True)):
-        end = at + 2 * len(shape) * count
-        gap = find_gap(shape, count, part.chunks.numbers[at:end])
-        if gap is not None:
-            faults.append((index, gap))
-        at = end
+    faults = list(find_gaps(shapes, part.counts, part.chunks.numbers))
     if faults:
         shown = "\n".join(f"{tensor_name(part.tree, index)}: {gap}" for index, gap in faults[:5])
         more = f"\n… and {len(faults) - 5} more" if len(faults) > 5 else ""

@@ -15,8 +15,7 @@ import torch
 from dsdformat.errors import RankDisagreementError, listed
 from dsdformat.format.digests import digest
 from dsdformat.format.packing import emit
-from dsdformat.format.paths import emit_name
-from dsdformat.format.values import encode, encoded_key
+from dsdformat.format.values import encode
 from dsdformat.torch.buffers import bytes_of, digest_of
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.composites import find_kind
@@ -24,9 +23,9 @@ from dsdformat.torch.introspect import is_array
 from dsdformat.torch.sampling import sample_digest_of_array, sample_digests
 from dsdformat.torch.sharding import held_view, is_spread, is_tensor, local_of, sharding_of
 from dsdformat.torch.sources import Adapter
-from dsdformat.torch.stored import leaves
+from dsdformat.torch.stored import NamedLeaf
 
-__all__ = ["Holders", "check_replicas", "find_holders"]
+__all__ = ["Holders", "Rows", "check_replicas", "find_holders"]
 
 Path = tuple[Any, ...]
 _SHOWN = 80  # characters of a value in a message
@@ -77,7 +76,7 @@ class Holders:
 
 def find_holders(
     comm: Comm,
-    plain: Mapping[str, Any],
+    leaves: Sequence[NamedLeaf],
     own: Sequence[Path],
     buffers: Collection[Path] = (),
     *,
@@ -87,7 +86,7 @@ def find_holders(
 
     Args:
         comm: The ranks that save together.
-        plain: A captured state.
+        leaves: Of a captured state.
         own: Where each rank has something of its own.
         buffers: Where buffers of modules are. Ranks may have others, as those of batch norms are
             under DDP, which takes what rank 0 has.
@@ -99,48 +98,116 @@ def find_holders(
 
     Ranks: collective over the group.
     """
-    rows: dict[str, list[Any]] = {}
-    firsts = {emit_name(path, encoded_key) for path in buffers}
-    with comm.together("save"):
-        rows = _rows(plain, own, buffers, sample=sample)
-    sums = comm.gather_values(digest(emit(encode(list(rows.items())))))
-    if all(one == sums[0] for one in sums):
-        return Holders(comm.world_size, None, firsts)
-    alike = [sums.index(one) for one in sums]  # one of those that have the same tells it
-    told = comm.gather_values(rows if alike[comm.rank] == comm.rank else None)
-    table: dict[str, list[int]] = {}
-    known: dict[str, tuple[int, list[Any]]] = {}
-    wrong: dict[str, tuple[int, list[Any]]] = {}
-    for rank, first_alike in enumerate(alike):
-        for name, row in told[first_alike].items():
-            table.setdefault(name, []).append(rank)
-            if known.setdefault(name, (rank, row))[1][0] != row[0]:
-                wrong.setdefault(name, (rank, row))
-    if wrong:
-        raise _differs(comm, wrong, known)
-    return Holders(comm.world_size, table, firsts)
+    with comm.together("save") as step:
+        rows = Rows(leaves, own, buffers, sample=sample)
+        step.told = rows.sum
+    return rows.holders(comm, step.heard)
 
 
-def _rows(
-    plain: Mapping[str, Any], own: Sequence[Path], buffers: Collection[Path], *, sample: bool
-) -> dict[str, list[Any]]:
-    """Return by name what must be equal on ranks, and how it is shown to people."""
-    found = [(path, leaf) for path, leaf in leaves(plain) if not is_spread(leaf)]
-    known = set(buffers)
-    taken = [
-        (path, leaf)
-        for path, leaf in found
-        if sample and path not in known and not _is_own(path, own) and _has_elements(leaf)
-    ]
-    sums = sample_digests([leaf for _, leaf in taken])
-    samples = {path: one for (path, _), one in zip(taken, sums, strict=True)}
-    rows = {}
-    for path, leaf in found:
-        row: list[Any] = [b"", ""]
-        if not _is_own(path, own):
-            row = _row(leaf, samples.get(path, b""), is_buffer=path in known, sample_arrays=sample)
-        rows[emit_name(path, encoded_key)] = row
-    return rows
+class Rows:
+    """What of a captured state must be equal on all ranks that have it.
+
+    Attributes:
+        sum: Equal where all of it is.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[NamedLeaf],
+        own: Sequence[Path],
+        buffers: Collection[Path],
+        *,
+        sample: bool,
+    ) -> None:
+        """Look at a state; arguments as of `find_holders`.
+
+        Ranks: local.
+        """
+        known = set(buffers)
+        self._firsts = {one.name for one in leaves if one.path in known}
+        self._leaves = [one for one in leaves if not is_spread(one.leaf)]
+        self._own = {one.name for one in self._leaves if _is_own(one.path, own)}
+        self._samples: dict[str, bytes] = {}
+        if sample:
+            self._take_samples()
+        self._raw = {one.name: self._raw_of(one) for one in self._leaves}
+        self.sum = digest(emit([[name, raw] for name, raw in self._raw.items()]))
+
+    def _take_samples(self) -> None:
+        tensors = []
+        for one in self._leaves:
+            if one.name in self._own or one.name in self._firsts:
+                continue
+            if _has_elements(one.leaf):
+                tensors.append(one)
+            elif is_array(one.leaf) and not one.leaf.dtype.hasobject:
+                self._samples[one.name] = sample_digest_of_array(one.leaf)
+        sums = sample_digests([one.leaf for one in tensors])
+        self._samples.update(zip((one.name for one in tensors), sums, strict=True))
+
+    def _raw_of(self, one: NamedLeaf) -> bytes:
+        """Return what is equal on ranks that have the same."""
+        leaf = one.leaf
+        if one.name in self._own:
+            return b""
+        if is_tensor(leaf) or is_array(leaf):
+            raw = self._samples.get(one.name, b"")
+            if self._counts(one):
+                raw = bytes(bytes_of(leaf.detach().cpu().contiguous()))
+            return emit([str(leaf.dtype), list(leaf.shape), raw])
+        raw = emit(encode({"value": leaf}, leaf=Adapter()))
+        return raw if len(raw) <= 64 else digest(raw)
+
+    def _counts(self, one: NamedLeaf) -> bool:
+        """Whether it is a tensor of one number, which is compared as it is."""
+        leaf = one.leaf
+        if one.name in self._firsts or not is_tensor(leaf):
+            return False
+        return bool(leaf.numel() == 1 and leaf.layout == torch.strided)
+
+    def _text_of(self, one: NamedLeaf) -> str:
+        """Return how it is shown to people."""
+        leaf = one.leaf
+        if one.name in self._own:
+            return ""
+        if not (is_tensor(leaf) or is_array(leaf)):
+            return repr(leaf)[:_SHOWN]
+        form = f"{leaf.dtype} {list(leaf.shape)}"
+        if self._counts(one):
+            return f"{form} of {leaf.item()}"
+        sample = self._samples.get(one.name)
+        return f"{form} {_SAMPLED} {sample.hex()[:8]}…" if sample else form
+
+    def holders(self, comm: Comm, sums: Sequence[bytes]) -> Holders:
+        """Find who has what.
+
+        Args:
+            comm: The ranks that save together.
+            sums: Of all of them.
+
+        Raises:
+            RankDisagreementError: as `find_holders`.
+
+        Ranks: collective over the group, if they have different things.
+        """
+        if all(one == sums[0] for one in sums):
+            return Holders(comm.world_size, None, self._firsts)
+        alike = [sums.index(one) for one in sums]  # one of those that have the same tells it
+        own: dict[str, list[Any]] | None = None
+        if alike[comm.rank] == comm.rank:
+            own = {one.name: [self._raw[one.name], self._text_of(one)] for one in self._leaves}
+        told = comm.gather_values(own)
+        table: dict[str, list[int]] = {}
+        known: dict[str, tuple[int, list[Any]]] = {}
+        wrong: dict[str, tuple[int, list[Any]]] = {}
+        for rank, first_alike in enumerate(alike):
+            for name, row in told[first_alike].items():
+                table.setdefault(name, []).append(rank)
+                if known.setdefault(name, (rank, row))[1][0] != row[0]:
+                    wrong.setdefault(name, (rank, row))
+        if wrong:
+            raise _differs(comm, wrong, known)
+        return Holders(comm.world_size, table, self._firsts)
 
 
 def _is_own(path: Path, own: Sequence[Path]) -> bool:
@@ -154,27 +221,6 @@ def _has_elements(leaf: Any) -> bool:
         and find_kind(leaf) is None
         and leaf.numel() > 1
     )
-
-
-def _row(leaf: Any, sample: bytes, *, is_buffer: bool, sample_arrays: bool) -> list[Any]:
-    if is_tensor(leaf):
-        form = [str(leaf.dtype), list(leaf.shape)]
-        counts = not is_buffer and leaf.numel() == 1 and leaf.layout == torch.strided
-        raw = bytes(bytes_of(leaf.detach().cpu().contiguous())) if counts else sample
-        return [emit(encode([*form, raw])), _shown(leaf, raw, counts=counts)]
-    if is_array(leaf):
-        sampled = sample_arrays and not leaf.dtype.hasobject
-        raw = sample_digest_of_array(leaf) if sampled else b""
-        return [emit(encode([str(leaf.dtype), list(leaf.shape), raw])), _shown(leaf, raw)]
-    raw = emit(encode({"value": leaf}, leaf=Adapter()))
-    return [raw if len(raw) <= 64 else digest(raw), repr(leaf)[:_SHOWN]]
-
-
-def _shown(leaf: Any, raw: bytes, *, counts: bool = False) -> str:
-    form = f"{leaf.dtype} {list(leaf.shape)}"
-    if counts:
-        return f"{form} of {leaf.item()}"
-    return f"{form} {_SAMPLED} {raw.hex()[:8]}…" if raw else form
 
 
 def _differs(

@@ -14,9 +14,10 @@ import torch
 
 from dsdformat.torch.comm import Comm
 
-__all__ = ["KEY_NBYTES", "find_alike", "trade"]
+__all__ = ["KEY_NBYTES", "alike_among", "find_alike", "keys_to_tell", "trade"]
 
 KEY_NBYTES = 16
+_RANKS_TOLD, _KEYS_TOLD = 8, 4096  # up to which all ranks tell each other all of their keys
 _SIZE_NBYTES = 8
 
 
@@ -42,12 +43,44 @@ def find_alike(comm: Comm, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
     return result
 
 
+def keys_to_tell(comm: Comm, keys: Sequence[bytes]) -> bytes | None:
+    """Return all keys, for ranks that tell each other something else anyway; None if too many.
+
+    Where ranks are few, this takes less than four exchanges. See `alike_among`.
+    """
+    few = comm.world_size <= _RANKS_TOLD and len(keys) <= _KEYS_TOLD
+    return b"".join(keys) if few else None
+
+
+def alike_among(
+    comm: Comm, keys: Sequence[bytes], told: Sequence[bytes | None]
+) -> list[tuple[int, ...]]:
+    """Do as `find_alike`, where ranks have told their `keys_to_tell`.
+
+    Args:
+        comm: The group.
+        keys: Of this rank.
+        told: By all ranks; some may have had too many.
+
+    Ranks: collective over the group, if some had too many; else local.
+    """
+    if any(one is None for one in told):
+        return find_alike(comm, keys)
+    holders: dict[bytes, tuple[int, ...]] = {}
+    for rank, raw in enumerate(told):
+        for key in _cut(raw or b""):
+            holders[key] = (*holders.get(key, ()), rank)
+    return [holders[key] for key in keys]
+
+
+def _cut(raw: bytes) -> list[bytes]:
+    return [raw[at : at + KEY_NBYTES] for at in range(0, len(raw), KEY_NBYTES)]
+
+
 def _answers(received: Sequence[bytes]) -> list[bytes]:
     """Say to each rank who has what it has: a number for each key, and the lists of ranks."""
     holders: dict[bytes, list[int]] = {}
-    asked = [
-        [raw[at : at + KEY_NBYTES] for at in range(0, len(raw), KEY_NBYTES)] for raw in received
-    ]
+    asked = list(map(_cut, received))
     for rank, keys in enumerate(asked):
         for key in keys:
             holders.setdefault(key, []).append(rank)

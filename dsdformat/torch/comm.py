@@ -27,10 +27,22 @@ from dsdformat.torch.compat import group_timeout
 from dsdformat.torch.contact import find_silent, finish, finish_messages, wait_until
 from dsdformat.torch.failures import check_rows, error_row, lost_contact
 
-__all__ = ["Comm", "Pending", "Step", "decoded", "global_rank", "group_order", "is_distributed"]
+__all__ = [
+    "Comm",
+    "Pending",
+    "Step",
+    "decoded",
+    "fingerprint",
+    "global_rank",
+    "group_order",
+    "is_distributed",
+]
 
 _SIZE_NBYTES = 8
 _SHORT_NBYTES = 120  # what ranks mostly tell each other is shorter, and goes in one message
+# Up to so many ranks of gloo tell each other directly: an all-gather goes around in a ring, which
+# wakes each of them in turn, and takes more than twice as long.
+_DIRECT_RANKS = 16
 
 
 def is_distributed() -> bool:
@@ -173,7 +185,15 @@ class Comm:
 
         Ranks: collective over the group.
         """
-        sums = self.gather_values(digest(emit(encode(value))))
+        self.check_told(self.gather_values(fingerprint(value)), value, what)
+
+    def check_told(self, sums: Sequence[bytes], value: Any, what: str) -> None:
+        """As `check_agreement`, where ranks have told the `fingerprint` of the value before.
+
+        Args:
+            sums: What each rank has told.
+            value, what: As there.
+        """
         others = [rank for rank, one in enumerate(sums) if one != sums[0]]
         if others:
             values = self.gather_values(value if self.rank in (0, others[0]) else None)
@@ -298,8 +318,12 @@ class Comm:
         for rank in senders:
             yield rank, parts[rank][: sizes[rank]]
 
-    def collect(self, raw: bytes) -> list[bytes]:
+    def collect(self, raw: bytes, sizes: Sequence[int]) -> list[bytes]:
         """Return what each rank passed, on rank 0; nothing on others.
+
+        Args:
+            raw: Of this rank.
+            sizes: How long that of each rank is; ranks agree on this.
 
         Ranks: collective over the group.
         Memory: on rank 0, what all passed.
@@ -307,7 +331,6 @@ class Comm:
         if self.world_size == 1:
             return [raw]
         own = torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8)[: len(raw)]
-        sizes = self._sizes(len(raw))
         sent = [len(raw), *[0] * (self.world_size - 1)]
         taken = sizes if self.is_coordinator else [0] * self.world_size
         parts = self.exchange(own.to(self.device), sent, taken)
@@ -390,14 +413,14 @@ class Comm:
 
     def _gather_equal(self, raw: bytes) -> list[bytes]:
         """Return what each rank passed, which is as long on all of them."""
+        if self._looks_out and self.world_size <= _DIRECT_RANKS:
+            sizes = [len(raw)] * self.world_size
+            direct = self.exchange(_raw_tensor(raw * self.world_size), sizes, sizes)
+            return [part.numpy().tobytes() for part in direct]
         own = _raw_tensor(raw).to(self.device)
         parts = torch.split(self._buffer(len(raw) * self.world_size), len(raw))
         self._all_gather(list(parts), own)
         return [part.cpu().numpy().tobytes() for part in parts]
-
-    def _sizes(self, number: int) -> list[int]:
-        found = self._gather_equal(number.to_bytes(_SIZE_NBYTES, "little"))
-        return [int.from_bytes(one, "little") for one in found]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -502,6 +525,11 @@ def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:
 def _raw_tensor(raw: bytes) -> torch.Tensor:
     """Return bytes, of which there are some, as a tensor."""
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def fingerprint(value: Any) -> bytes:
+    """Return what tells whether ranks have an equal value."""
+    return digest(emit(encode(value)))
 
 
 def decoded(raw: bytes) -> Any:

@@ -48,8 +48,10 @@ from dsdformat.torch.comm import Comm
 from dsdformat.torch.common_files import CommonFiles, Place, Shard
 from dsdformat.torch.dtypes import logical_dtype, torch_dtype
 from dsdformat.torch.per_rank import Path
-from dsdformat.torch.rank_sources import has_boxes, identity_of, plan_boxes
+from dsdformat.torch.rank_sources import families_of, mesh_rows, plan_boxes
+from dsdformat.torch.rank_tensors import RankTensor, has_boxes, identity_of
 from dsdformat.torch.sharding import local_of
+from dsdformat.torch.stored import named_leaves
 
 __all__ = ["export_safetensors"]
 
@@ -121,16 +123,19 @@ def export_safetensors(
         sides = _sides(files)
     rows = _agreed(comm, tensors, dtype)
     plan = _Plan.of(rows, ties, parse_size(max_shard_bytes))
-    holders = find_holders(comm, tensors, [], buffers, sample=check_replicas is None)
-    named = [(row[0][0], one) for row, one in _held(rows, tensors)]
+    leaves = named_leaves(tensors)
+    holders = find_holders(comm, leaves, [], buffers, sample=check_replicas is None)
+    named = [(row, RankTensor.of(row[0][0], one)) for row, one in _held(rows, tensors)]
     if check_replicas:
-        check_equal(comm, named)
-    boxes = plan_boxes(comm, named, holders)
+        check_equal(comm, [(one.name, one.tensor) for _, one in named])
+    held = [one for _, one in named]
+    families = families_of(comm.gather_values(mesh_rows(comm, held)))
+    boxes = plan_boxes(comm, held, holders, families)
     numbers = {row[0]: number for number, row in enumerate(rows)}
     shards = [
-        (numbers[row[0]], held, local_of(one))
-        for (row, one), some in zip(_held(rows, tensors), boxes, strict=True)
-        for held in some
+        (numbers[row[0]], box, one.local)
+        for (row, one), some in zip(named, boxes, strict=True)
+        for box in some
     ]
     return _write(comm, path, plan, shards, sides, overwrite)
 

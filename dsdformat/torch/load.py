@@ -24,7 +24,7 @@ from dsdformat.signing import Keys
 from dsdformat.torch.alike import KEY_NBYTES, find_alike
 from dsdformat.torch.background import settle
 from dsdformat.torch.builder import Builder, Form
-from dsdformat.torch.comm import Comm
+from dsdformat.torch.comm import Comm, fingerprint
 from dsdformat.torch.fitting import fitted
 from dsdformat.torch.introspect import as_mapping
 from dsdformat.torch.loading import Loading
@@ -214,9 +214,11 @@ def load(  # noqa: PLR0913
             return _load_plain(origin, tree, options)
     comm = Comm.alone() if alone else Comm(group)
     with young_gc(), paused_gc() as resume, contextlib.ExitStack() as stack:
-        with comm.together("load"):
+        with comm.together("load") as step:
             origin = stack.enter_context(contextlib.closing(opened()))
-        comm.check_agreement([_named(origin), f"share_reads={share_reads}"], "what is loaded")
+            what = [_named(origin), f"share_reads={share_reads}"]
+            step.told = fingerprint(what)
+        comm.check_told(step.heard, what, "what is loaded")
         with comm.together("load") as step:
             template = as_mapping(state)
             tree, moved = renamed(read_tree(origin), options.renames)

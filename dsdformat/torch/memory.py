@@ -43,12 +43,11 @@ class Memory:
         for tensor in _tensors(state, 0) if state is not None else ():
             grad = None if is_lazy(tensor) or not tensor.is_leaf else tensor.grad
             for one in (tensor, grad):
-                if one is not None and _has_memory(one):
-                    self._take(one, None)
+                if one is not None:
+                    self._take(_find_span(one), None)
         for tensors, indexes in self._assigned:
             for tensor, index in zip(tensors, indexes, strict=True):
-                if _has_memory(tensor):
-                    self._take(tensor, index)
+                self._take(_find_span(tensor), index)
         self._assigned.clear()
 
     def claim(self, tensor: Any, index: int) -> bool:
@@ -57,19 +56,22 @@ class Memory:
         It may not if anything else lies there. The same tensor may be claimed again for the same
         stored one.
         """
-        if not _has_memory(tensor) or not local_of(tensor).numel():
+        found = _find_span(tensor)
+        if found is None or not local_of(tensor).numel():
             return not local_of(tensor).numel()
         self._look()
-        storage, span = _span(tensor)
+        storage, span = found
         if (storage, span) in self._owners:
             return self._owners[storage, span] == index
         if storage in self._taken and self._taken[storage].meets(span):
             return False
-        self._take(tensor, index)
+        self._take(found, index)
         return True
 
-    def _take(self, tensor: Any, index: int | None) -> None:
-        storage, span = _span(tensor)
+    def _take(self, found: tuple[int, Span] | None, index: int | None) -> None:
+        if found is None:
+            return
+        storage, span = found
         if (storage, span) not in self._owners:
             if storage not in self._taken:
                 self._taken[storage] = _Spans()
@@ -110,15 +112,13 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
             yield from _tensors(item, depth + 1)
 
 
-def _has_memory(tensor: Any) -> bool:
+def _find_span(tensor: Any) -> tuple[int, Span] | None:
+    """Return the storage of a tensor, and which bytes of it; None if it has no memory."""
     if isinstance(tensor, torch.Tensor) and (is_lazy(tensor) or tensor.is_nested):
-        return False
+        return None
     local = local_of(tensor)
-    return local.layout == torch.strided and not local.is_meta and type(local) in OWN_CLASSES
-
-
-def _span(tensor: Any) -> tuple[int, Span]:
-    local = local_of(tensor)
+    if local.layout != torch.strided or local.is_meta or type(local) not in OWN_CLASSES:
+        return None
     width = local.element_size()
     first = int(local.storage_offset()) * width
     if local.is_contiguous():

@@ -103,7 +103,8 @@ class StatePlacement:
 
     def selects(self, path: Path) -> bool:
         """Whether an entry of the optimizer is meant."""
-        return display((*self._path, *path)) in self._plan.selection
+        selection = self._plan.selection
+        return selection.everything or display((*self._path, *path)) in selection
 
     def selects_any(self, name: str) -> bool:
         """Whether any entry of a parameter is meant."""

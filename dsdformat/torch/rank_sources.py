@@ -9,68 +9,29 @@ from typing import Any
 
 import torch
 
-from dsdformat.boxes import whole
-from dsdformat.format.digests import digest
+from dsdformat.boxes import Box, whole
+from dsdformat.errors import ArgumentError
+from dsdformat.format.bodies import find_layout_fault
 from dsdformat.format.manifest import Mesh
-from dsdformat.format.packing import emit
-from dsdformat.format.paths import emit_name
-from dsdformat.format.values import encode, encoded_key
 from dsdformat.plan.kept_plans import KeptPlans
 from dsdformat.plan.mesh import Replicate
 from dsdformat.plan.sharding import BoxSharding, FlatSharding, Held, MeshSharding, Sharding, on_each
-from dsdformat.sources import Reference, TensorSource, source_of
+from dsdformat.sources import Data, Reference, TensorSource, source_of
 from dsdformat.torch.agreement import Holders
 from dsdformat.torch.buffers import data_of, memory_order
-from dsdformat.torch.comm import Comm
-from dsdformat.torch.composites import find_kind, refusal
+from dsdformat.torch.comm import Comm, fingerprint
 from dsdformat.torch.dtypes import logical_dtype
-from dsdformat.torch.introspect import is_array
-from dsdformat.torch.sharding import (
-    FlatShard,
-    held_view,
-    is_dtensor,
-    is_spread,
-    is_tensor,
-    local_of,
-    sharding_of,
-)
-from dsdformat.torch.sources import ORDER, Adapter, tensor_identity
-from dsdformat.torch.stored import leaves
+from dsdformat.torch.rank_tensors import RankTensor, RankTensors, has_boxes, identity_of
+from dsdformat.torch.sharding import held_view, is_dtensor, is_tensor
+from dsdformat.torch.sources import ORDER, Adapter
 
-__all__ = ["RankAdapter", "has_boxes", "identity_of", "named_tensors_of", "plan_boxes"]
+__all__ = ["RankAdapter", "families_of", "mesh_rows", "plan_boxes"]
 
-Path = tuple[Any, ...]
+# For the ranks of a mesh those of all meshes that have what it has.
+Families = Mapping[tuple[int, ...], Sequence[tuple[int, ...]]]
+_Layout = tuple[Mesh, tuple[str, ...]] | None
 
 _plans = KeptPlans()
-
-
-def named_tensors_of(plain: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """List the tensors of a captured state that boxes are written of, each once, by name."""
-    found: dict[Any, tuple[str, Any]] = {}
-    named = ((emit_name(path, encoded_key), leaf) for path, leaf in leaves(plain))
-    for name, leaf in sorted(((n, one) for n, one in named if has_boxes(one)), key=_first):
-        found.setdefault(identity_of(leaf), (name, leaf))
-    return list(found.values())
-
-
-def _first(pair: tuple[str, Any]) -> str:
-    return pair[0]
-
-
-def has_boxes(leaf: Any) -> bool:
-    """Whether a leaf is a tensor that boxes are written of: strided, with data."""
-    if is_spread(leaf):
-        return True
-    if not is_tensor(leaf) or leaf.is_meta or refusal(leaf) is not None:
-        return False
-    return find_kind(leaf) is None and logical_dtype(leaf.dtype) is not None
-
-
-def identity_of(tensor: Any) -> Any:
-    """Return what is equal for tied tensors."""
-    return (
-        id(tensor) if isinstance(tensor, FlatShard) else tensor_identity(local_of(tensor), tensor)
-    )
 
 
 class RankAdapter(Adapter):
@@ -79,33 +40,36 @@ class RankAdapter(Adapter):
     def __init__(
         self,
         comm: Comm,
-        tensors: Sequence[tuple[str, Any]],
+        tensors: RankTensors,
+        plans: Sequence[Sequence[Held]],
         holders: Holders,
-        arrays: Mapping[Path, bool],
     ) -> None:
-        """Plan what this rank writes.
+        """Begin.
 
         Args:
             comm: The ranks that save together.
-            tensors: Names and tensors, in the order of all ranks.
+            tensors: Of the state.
+            plans: Of each what this rank writes.
             holders: Which ranks have what.
-            arrays: Places of arrays, and of tensors that are not one block, and whether this rank
-                writes them.
-
-        Ranks: collective over the group.
         """
         super().__init__()
         self._comm = comm
-        self._arrays = arrays
-        plans = plan_boxes(comm, tensors, holders)
-        self._planned = {
-            identity_of(one): (one, plan) for (_, one), plan in zip(tensors, plans, strict=True)
+        self._tensors = tensors
+        self._plans = {
+            one.identity: (one, plan) for one, plan in zip(tensors.once, plans, strict=True)
         }
+        self._arrays = {one.path: holders.of(one.name)[0] == comm.rank for one in tensors.others}
+        self._layouts: dict[Any, _Layout] = {}
 
     def __call__(self, value: Any, place: Sequence[Any]) -> Any:
-        identity = _identity_or_none(value) if is_tensor(value) else None
-        if identity in self._planned:
-            return self._reference(value, identity)
+        known = self._tensors.by_id.get(id(value))
+        if known is not None:
+            return self._reference(known.identity)
+        if is_tensor(value) and has_boxes(value):  # a part of one that is put together
+            identity = identity_of(value)
+            if identity in self._plans:
+                self._alive.append(value)
+                return self._reference(identity)
         made = super().__call__(value, place)
         if isinstance(made, (Reference, TensorSource)) and not self._writes(place):
             source = source_of(made)
@@ -117,16 +81,28 @@ class RankAdapter(Adapter):
         """Give no runs: of most tensors this rank stores a part, or nothing."""
         yield len(values), None
 
-    def _reference(self, tensor: Any, identity: Any) -> Reference:
+    def _reference(self, identity: Any) -> TensorSource | Reference:
+        one, plan = self._plans[identity]
         source = self._sources.get(identity)
         if source is None:
-            one, plan = self._planned[identity]
-            source = _source(self._comm, one, plan)
-            self._sources[identity] = source
-            self._alive.append(one)
-        self._alive.append(tensor)
-        order = None if is_spread(tensor) else memory_order(tensor.detach())
-        return Reference(source, {} if order is None else {ORDER: order})
+            source = self._sources[identity] = self._made(one, plan)
+        order = None if one.sharding is not None else memory_order(one.local)
+        return source if order is None else Reference(source, {ORDER: order})
+
+    def _made(self, one: RankTensor, plan: Sequence[Held]) -> TensorSource:
+        name, shape = logical_dtype(one.local.dtype), tuple(one.tensor.shape)
+        assert name is not None  # `has_boxes` has looked
+        layout = self._layout(one) if is_dtensor(one.tensor) else None
+        return TensorSource.of_sound(name, shape, _chunks(one.local, shape, plan), layout)
+
+    def _layout(self, one: RankTensor) -> _Layout:
+        """Return where a DTensor came from, for people: its mesh and placements."""
+        sharding, mesh = one.sharding, one.tensor.device_mesh
+        assert isinstance(sharding, MeshSharding)  # that of a DTensor
+        key = id(mesh), sharding.placements
+        if key not in self._layouts:
+            self._layouts[key] = _layout_of(self._comm, mesh, sharding)
+        return self._layouts[key]
 
     def _writes(self, place: Sequence[Any]) -> bool:
         """Whether this rank writes what is at a place, or below one."""
@@ -144,75 +120,86 @@ class RankAdapter(Adapter):
 
 
 def plan_boxes(
-    comm: Comm, tensors: Sequence[tuple[str, Any]], holders: Holders
+    comm: Comm, tensors: Sequence[RankTensor], holders: Holders, families: Families
 ) -> Sequence[Sequence[Held]]:
     """Choose which boxes of each tensor this rank writes; all ranks together write each once.
 
     Args:
         comm: The ranks that write together.
-        tensors: Names and tensors, in the order of all ranks.
+        tensors: In the order of all ranks.
         holders: Which ranks have what.
+        families: As `families_of`.
 
-    Ranks: collective over the group.
+    Ranks: local. All call it alike.
     """
-    families = _families(comm, tensors)
-    spreads = [
-        (_sharding(comm, name, one, holders, families), _width(one)) for name, one in tensors
+    known: dict[Any, Sharding] = {}  # of what is not spread
+    own = comm.ranks[comm.rank]
+    spreads = []
+    for one in tensors:
+        sharding = one.sharding
+        if sharding is None:
+            sharding = _on_writers(comm, one, holders.writers(one.name), known)
+        else:
+            meshes = families.get(sharding.ranks, ())
+            if len(meshes) > 1:
+                sharding = _repeated(sharding, meshes)
+            if not isinstance(sharding, MeshSharding):
+                sharding = _of_holders(sharding, own)
+        spreads.append((sharding, one.local.dtype.itemsize))
+    return _plans.plan(spreads, own)
+
+
+def mesh_rows(comm: Comm, tensors: Sequence[RankTensor]) -> list[Any]:
+    """Return what a rank tells others of the meshes that some of the ranks make.
+
+    The first rank of a mesh tells what is on it.
+    """
+    own = comm.ranks[comm.rank]
+    on_mesh: dict[tuple[int, ...], list[RankTensor]] = {}
+    for one in tensors:
+        if one.sharding is not None and len(one.sharding.ranks) < comm.world_size:
+            on_mesh.setdefault(one.sharding.ranks, []).append(one)
+    return [
+        [list(ranks), fingerprint([_described(one) for one in some])]
+        for ranks, some in on_mesh.items()
+        if min(ranks) == own
     ]
-    return _plans.plan(spreads, comm.ranks[comm.rank])
 
 
-def _identity_or_none(value: Any) -> Any:
-    return identity_of(value) if has_boxes(value) else None
+def _described(one: RankTensor) -> list[Any]:
+    assert one.sharding is not None
+    return [one.name, list(one.sharding.shape), one.sharding.describe()]
 
 
-def _families(
-    comm: Comm, tensors: Sequence[tuple[str, Any]]
-) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+def families_of(told: Sequence[Any]) -> Families:
     """Find meshes that have the same tensors, as the parts of a larger mesh along one axis.
+
+    Args:
+        told: The `mesh_rows` of all ranks.
 
     Returns:
         For the ranks of each mesh those of all that have what it has, in order.
-
-    Ranks: collective over the group. The first rank of a mesh tells what is on it.
     """
-    names: dict[tuple[int, ...], list[Any]] = {}
-    for name, tensor in tensors:
-        if is_spread(tensor):
-            sharding = sharding_of(tensor)
-            row = [name, list(sharding.shape), sharding.describe()]
-            names.setdefault(sharding.ranks, []).append(row)
-    own = comm.ranks[comm.rank]
-    told = [
-        [list(ranks), digest(emit(encode(rows)))]
-        for ranks, rows in names.items()
-        if min(ranks) == own and len(ranks) < comm.world_size
-    ]
     found: dict[bytes, list[tuple[int, ...]]] = {}
-    for rows in comm.gather_values(told):
+    for rows in told:
         for ranks, one in rows:
             found.setdefault(one, []).append(tuple(ranks))
     return {ranks: sorted(meshes) for meshes in found.values() for ranks in meshes}
 
 
-def _sharding(
-    comm: Comm,
-    name: str,
-    tensor: Any,
-    holders: Holders,
-    families: Mapping[tuple[int, ...], Sequence[tuple[int, ...]]],
+def _on_writers(
+    comm: Comm, one: RankTensor, writers: Sequence[int], known: dict[Any, Sharding]
 ) -> Sharding:
-    if is_spread(tensor):
-        sharding = sharding_of(tensor)
-        meshes = families.get(sharding.ranks, [sharding.ranks])
-        return _of_holders(_repeated(sharding, meshes), comm.ranks[comm.rank])
-    return on_each(tuple(tensor.shape), tuple(comm.ranks[rank] for rank in holders.writers(name)))
+    """Return how a tensor is spread that some ranks have whole: one object for equal ones."""
+    shape = tuple(one.tensor.shape)
+    key = shape, writers if type(writers) is range else tuple(writers)
+    if key not in known:
+        known[key] = on_each(shape, tuple(comm.ranks[rank] for rank in writers))
+    return known[key]
 
 
 def _repeated(sharding: Sharding, meshes: Sequence[tuple[int, ...]]) -> Sharding:
     """Return how a tensor is spread that each of several meshes has."""
-    if len(meshes) == 1:
-        return sharding
     ranks = tuple(itertools.chain(*meshes))
     if isinstance(sharding, MeshSharding):
         shape = (len(meshes), *sharding.mesh_shape)
@@ -243,46 +230,22 @@ def _of_holders(sharding: Sharding, rank: int) -> Sharding:
     return sharding
 
 
-def _width(tensor: Any) -> int:
-    width: int = tensor.dtype.itemsize
-    return width
+def _chunks(
+    local: torch.Tensor, shape: tuple[int, ...], plan: Sequence[Held]
+) -> list[tuple[Box, Data]]:
+    if 0 in shape:
+        return [(whole(shape), memoryview(b"")) for _ in plan]
+    return [(held.outer, data_of(held_view(held, held.outer, local))) for held in plan]
 
 
-def _source(comm: Comm, tensor: Any, plan: Sequence[Held]) -> TensorSource:
-    local = local_of(tensor)
-    name = logical_dtype(local.dtype)
-    assert name is not None  # `has_boxes` has looked
-    shape = tuple(tensor.shape)
-    chunks = list(_chunks(local, shape, plan))
-    return TensorSource(name, shape, chunks, layout=_layout(comm, tensor))
-
-
-def _chunks(local: torch.Tensor, shape: tuple[int, ...], plan: Sequence[Held]) -> Iterator[Any]:
-    for held in plan:
-        if 0 in shape:
-            yield whole(shape), b""
-        else:
-            yield held.outer, data_of(held_view(held, held.outer, local))
-
-
-def _layout(comm: Comm, tensor: Any) -> tuple[Mesh, tuple[str, ...]] | None:
-    """Return where the tensor came from, for people: its mesh and placements."""
-    if not is_dtensor(tensor):
-        return None
-    sharding = sharding_of(tensor)
-    assert isinstance(sharding, MeshSharding)  # that of a DTensor
+def _layout_of(comm: Comm, mesh: Any, sharding: MeshSharding) -> _Layout:
     if not set(sharding.ranks) <= set(comm.ranks):
         return None
-    axes = tensor.device_mesh.mesh_dim_names or tuple(map(str, range(len(sharding.mesh_shape))))
+    axes = mesh.mesh_dim_names or tuple(map(str, range(len(sharding.mesh_shape))))
     ranks = tuple(comm.ranks.index(rank) for rank in sharding.ranks)
-    mesh = Mesh(tuple(axes), sharding.mesh_shape, ranks)
-    return mesh, tuple(str(one) for one in sharding.placements)
-
-
-def arrays_of(comm: Comm, plain: Mapping[str, Any], holders: Holders) -> dict[Path, bool]:
-    """Return where arrays and composite tensors are, and whether this rank writes them."""
-    return {
-        path: holders.of(emit_name(path, encoded_key))[0] == comm.rank
-        for path, leaf in leaves(plain)
-        if is_array(leaf) or (is_tensor(leaf) and not has_boxes(leaf))
-    }
+    made = Mesh(tuple(axes), sharding.mesh_shape, ranks)
+    placements = tuple(str(one) for one in sharding.placements)
+    fault = find_layout_fault(made, placements)
+    if fault:
+        raise ArgumentError(fault, code="bad_argument")
+    return made, placements

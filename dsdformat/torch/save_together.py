@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dsdformat.folders import PathLike
-from dsdformat.format.paths import emit_name
-from dsdformat.format.values import encoded_key
-from dsdformat.torch.agreement import Holders, check_replicas, find_holders
-from dsdformat.torch.comm import Comm
+from dsdformat.torch.agreement import Holders, Rows, check_replicas
+from dsdformat.torch.comm import Comm, fingerprint
 from dsdformat.torch.per_rank import Path
-from dsdformat.torch.rank_sources import RankAdapter, arrays_of, named_tensors_of
-from dsdformat.torch.stored import find_items, leaves, rebuilt
+from dsdformat.torch.rank_sources import RankAdapter, families_of, mesh_rows, plan_boxes
+from dsdformat.torch.rank_tensors import RankTensors
+from dsdformat.torch.stored import find_items, named_leaves, rebuilt
 from dsdformat.torch.unfinished import Unfinished, plan
 from dsdformat.writer import PartWriter
 
@@ -50,18 +49,20 @@ def plan_together(
     """
     codec = options["codec"] if isinstance(options["codec"], str) else None
     what = [str(path), overwrite, dict(user or {}), codec, stage is not None]
-    comm.check_agreement(what, "what is saved")
-    plain: dict[str, Any] = {}
-    buffers: list[Path] = []
-    own: list[Path] = []
-    with comm.together("save"):
+    with comm.together("save") as step:
         plain, buffers, own = capture()
-    holders = find_holders(comm, plain, own, buffers, sample=same is None)
-    plain = mergeable(plain, holders)
-    tensors = named_tensors_of(plain)
+        leaves = named_leaves(plain)
+        rows = Rows(leaves, own, buffers, sample=same is None)
+        tensors = RankTensors.among(leaves)
+        step.told = [fingerprint(what), rows.sum, mesh_rows(comm, tensors.once)]
+    sums, sums_of_rows, meshes = zip(*step.heard, strict=True)
+    comm.check_told(sums, what, "what is saved")
+    holders = rows.holders(comm, sums_of_rows)
     if same:
-        check_replicas(comm, tensors)
-    adapter = RankAdapter(comm, tensors, holders, arrays_of(comm, plain, holders))
+        check_replicas(comm, [(one.name, one.tensor) for one in tensors.once])
+    plain = mergeable(plain, holders)
+    plans = plan_boxes(comm, tensors.once, holders, families_of(meshes))
+    adapter = RankAdapter(comm, tensors, plans, holders)
     return plan(
         comm,
         path,
@@ -87,9 +88,10 @@ def mergeable(plain: dict[str, Any], holders: Holders) -> dict[str, Any]:
         if not items:
             return value
         made = [(key, visit(item, (*path, key))) for key, item in items]
-        names = (emit_name(place, encoded_key) for place, _ in leaves(value, path))
-        if type(value) is OrderedDict and not all(map(holders.are_all, names)):
-            return dict(made)
+        if type(value) is OrderedDict:
+            names = (one.name for one in named_leaves(value, path))
+            if not all(map(holders.are_all, names)):
+                return dict(made)
         return rebuilt(value, made)
 
     result: dict[str, Any] = visit(plain, ())

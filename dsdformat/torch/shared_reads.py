@@ -16,7 +16,7 @@ from dsdformat.garbage import paused_gc
 from dsdformat.plan.block_shares import is_worth_it
 from dsdformat.plan.read_shares import ReadPart, cut_reads, cut_rows, piece_nbytes, share_out
 from dsdformat.reader import Checkpoint
-from dsdformat.torch.alike import KEY_NBYTES, find_alike
+from dsdformat.torch.alike import KEY_NBYTES, alike_among, keys_to_tell
 from dsdformat.torch.buffers import box_view
 from dsdformat.torch.comm import Comm, group_order
 from dsdformat.torch.moves import Move, copy_twins, distinct, fill, mark_changed, read
@@ -77,13 +77,16 @@ def fill_together(
         keys = [_key(move) for move in first]
         if isinstance(checkpoint, Checkpoint):
             blocks = BlockMoves(comm, checkpoint, first)
-        step.told = [len(first), *((blocks.wanted_nbytes, blocks.extra_nbytes) if blocks else ())]
+        nbytes = [blocks.wanted_nbytes, blocks.extra_nbytes] if blocks else [0, 0]
+        step.told = [len(first), nbytes, keys_to_tell(comm, keys)]
     if not any(count for count, *_ in step.heard):
         return
-    ranks = find_alike(comm, keys)
+    ranks = alike_among(comm, keys, [told for *_, told in step.heard])
     shared: list[_Shared] = []
     own = [move for move, some in zip(first, ranks, strict=True) if len(some) == 1]
-    if blocks is not None and is_worth_it([(wanted, extra) for _, wanted, extra in step.heard]):
+    if blocks is not None and is_worth_it(
+        [(wanted, extra) for _, (wanted, extra), _ in step.heard]
+    ):
         blocks.keep(own)
         own = blocks.share()
     else:

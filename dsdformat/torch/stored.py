@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ __all__ = [
     "VALUES",
     "Composite",
     "Live",
+    "NamedLeaf",
     "Path",
     "Stored",
     "as_array",
@@ -34,6 +35,7 @@ __all__ = [
     "is_container",
     "is_numpy",
     "leaves",
+    "named_leaves",
     "named_value",
     "names_of",
     "pruned",
@@ -199,6 +201,31 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         return
     for key, item in items:
         yield from leaves(item, (*path, key))
+
+
+class NamedLeaf(NamedTuple):
+    """A leaf, where it is, and its display name."""
+
+    path: Path
+    name: str
+    leaf: Any
+
+
+def named_leaves(value: Any, path: Path = ()) -> list[NamedLeaf]:
+    """List what `leaves` lists, with names; what lies together has the first of it made once."""
+    found: list[NamedLeaf] = []
+
+    def visit(value: Any, path: Path, name: str) -> None:
+        items = None if type(value) is Composite else find_items(value)
+        if not items:
+            found.append(NamedLeaf(path, name, value))
+            return
+        prefix = f"{name}/" if path else ""
+        for key, item in items:
+            visit(item, (*path, key), prefix + display((key,)))
+
+    visit(value, path, display(path))
+    return found
 
 
 ABSENT = object()

@@ -45,18 +45,20 @@ class Unfinished:
         Memory: two blocks per thread, and none for raw tensors that are buffers.
         """
         comm, coordinator = self.comm, self.coordinator
-        root = raw = b""
+        raw = b""
         try:
-            with comm.together("save"):
+            with comm.together("save") as step:
                 raw = self.write_part()
-            parts = comm.collect(raw)
-            with comm.together("save"):
+                step.told = len(raw)
+            parts = comm.collect(raw, step.heard)
+            with comm.together("save") as step:
                 if coordinator is not None:
-                    root = coordinator.commit(parts[1:]).encode()
+                    step.told = coordinator.commit(parts[1:])
         except BaseException:
             self.abort()
             raise
-        return comm.tell_bytes(root).decode()
+        root: str = step.heard[0]
+        return root
 
     def write_part(self) -> bytes:
         """Write the data files of this rank; return what the coordinator needs to know of them."""
@@ -104,14 +106,13 @@ def plan(
     writer: PartWriter | None = None
     apart = stage is not None and comm.world_size > 1
     try:
-        with comm.together("save"):
+        with comm.together("save") as step:
             if comm.is_coordinator:
                 coordinator = folders.create(path, overwrite=overwrite, user=user, **options)
                 mailbox = Mailbox.begin(path) if apart else None
-        places = (
-            [coordinator.staging, str(mailbox.folder) if mailbox else ""] if coordinator else []
-        )
-        staging, folder = comm.tell(places)
+                if comm.world_size > 1:
+                    step.told = [coordinator.staging, str(mailbox.folder) if mailbox else ""]
+        staging, folder = step.heard[0] or ("", "")
         with comm.together("save"):
             if apart and mailbox is None:
                 mailbox = Mailbox.join(folder, comm.rank)

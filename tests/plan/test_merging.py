@@ -11,7 +11,8 @@ import pytest
 from dsdformat import Box, Checkpoint, MismatchError, PartWriter, TensorSource, Writer
 from dsdformat.format.manifest import ChunkRows
 from dsdformat.format.packing import emit
-from dsdformat.plan.chunk_merge import WriterChunks, find_gap, merge_rows
+from dsdformat.plan.chunk_merge import WriterChunks, find_gap, find_gaps, merge_rows
+from dsdformat.plan.lanes import shifted
 from dsdformat.plan.tree_merge import cut_tree, joined_tree, merge_pieces
 from dsdformat.storage.memory import MemoryStorage, MemoryTarget
 from dsdformat.verify import verify_storage
@@ -24,10 +25,14 @@ Row = tuple[int, int, int, int, int, tuple[int, ...]]
 class Writing:
     """A writer with some chunks of some tensors, and what becomes of them."""
 
-    def __init__(self, some: random.Random, index: list[int], shapes: list[Any], offsets: Any):
-        counts = [some.choice([0, 1, 1, 1, 1, 3]) for _ in index]
-        if some.random() < 0.4:
-            counts = [1] * len(index)
+    def __init__(
+        self,
+        some: random.Random,
+        index: list[int],
+        counts: list[int],
+        shapes: list[Any],
+        offsets: Any,
+    ):
         self.files = [some.randrange(100) for _ in range(some.randint(1, 3))]
         shifts = [[some.randrange(50) for _ in self.files] for _ in range(2)]
         self.rows: dict[int, list[Row]] = {}
@@ -55,21 +60,46 @@ class Writing:
 def some_offsets(some: random.Random, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Offsets in no order, none twice."""
     found: set[tuple[int, ...]] = set()
-    while len(found) < 60:
+    while len(found) < 90:
         found.add(tuple(some.randrange(size) for size in shape))
         if not shape:
-            return [()] * 60
-    return some.sample(sorted(found), 60)
+            return [()] * 90
+    return some.sample(sorted(found), 90)
 
 
-@pytest.mark.parametrize("seed", range(120))
-def test_chunks_are_joined_by_tensor_and_offset(seed):
+def few_writers(some: random.Random, lists: list[list[int]]) -> list[tuple[list[int], list[int]]]:
+    """Writers of all kinds: of each which tensors it has, and how many chunks of them."""
+    found = []
+    for _ in range(some.randint(1, 9)):
+        index = some.choice(lists)
+        counts = [some.choice([0, 1, 1, 1, 1, 3]) for _ in index]
+        found.append((index, counts if some.random() < 0.6 else [1] * len(index)))
+    return found
+
+
+def many_writers(some: random.Random, lists: list[list[int]]) -> list[tuple[list[int], list[int]]]:
+    """Writers of which many are alike, but for tensors that few of them have."""
+    index = lists[0]
+    forms = [[some.choice([0, 1, 1, 2]) for _ in index] for _ in range(some.randint(1, 2))]
+    rare = some.sample(range(len(index)), len(index) // 2)
+    found = []
+    for _ in range(some.randint(16, 24)):
+        counts = list(some.choice(forms))
+        for at in rare:
+            counts[at] = some.choice([0, 0, 0, 0, 0, 1, 2])
+        found.append((index, counts))
+    return found
+
+
+@pytest.mark.parametrize("writers_of", [few_writers, many_writers])
+@pytest.mark.parametrize("seed", range(80))
+def test_chunks_are_joined_by_tensor_and_offset(seed, writers_of):
     some = random.Random(seed)
     shapes = [tuple([97] * some.randint(0, 3)) for _ in range(some.randint(1, 6))]
     offsets = [some_offsets(some, shape) for shape in shapes]
     lists = [some.sample(range(len(shapes)), some.randint(1, len(shapes))) for _ in range(3)]
     writers = [
-        Writing(some, some.choice(lists), shapes, offsets) for _ in range(some.randint(1, 9))
+        Writing(some, index, counts, shapes, offsets) for index, counts in writers_of(some, lists)
     ]
     counts, rows = merge_rows([writer.chunks for writer in writers], shapes)
     found, at = [], 0
@@ -88,6 +118,27 @@ def test_chunks_are_joined_by_tensor_and_offset(seed):
         ours = [row for row in found if row[0] == tensor]
         theirs = [row for row in expected if row[0] == tensor]
         assert ours == theirs if shape else sorted(ours) == sorted(theirs)
+
+
+def test_numbers_of_a_column_are_shifted_together():
+    for code, most in (("I", 2**32 - 1), ("Q", 2**64 - 1)):
+        column = array(code, [0, most - 7, 5, most - 7, 0, 1])
+        assert shifted(column, 7) == array(code, [number + 7 for number in column])
+        assert shifted(array(code, [9, 7, most]), -7) == array(code, [2, 0, most - 7])
+        assert shifted(array(code), 7) == array(code)
+    with pytest.raises(OverflowError):
+        shifted(array("I", [3, 0]), -1)
+
+
+def test_gaps_are_found_in_tensors_of_one_shape_that_have_other_boxes():
+    whole = [((0, 0), (1, 2)), ((1, 0), (1, 2))]
+    hole, twice = [whole[0]], [whole[0], whole[0], whole[1]]
+    kinds = [whole, whole, hole, twice, whole, hole]
+    numbers = array("Q", [n for boxes in kinds for box in boxes for part in box for n in part])
+    gaps = dict(find_gaps([(2, 2)] * 6, list(map(len, kinds)), numbers))
+    assert list(gaps) == [2, 3, 5]
+    assert gaps[2] == gaps[5] == "2 of 4 elements were written by no one"
+    assert gaps[3] == "some elements were written more than once"
 
 
 GAPS = [

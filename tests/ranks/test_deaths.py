@@ -187,8 +187,8 @@ def told(launcher: Any, folder: Path, function: str, args: Any, world_size: int)
 # the background and of a load, in their order.
 Phase = tuple[Callable[[], Any], int, bool]
 SAVE_PHASES: dict[str, Phase] = {
-    "agreeing": (lambda: dying(Comm, "check_agreement"), 1, False),
-    "captured": (lambda: dying(save_together, "find_holders"), 0, False),
+    "capturing": (lambda: dying(save_together, "named_leaves"), 1, False),
+    "captured": (lambda: dying(save_together, "mergeable"), 0, False),
     "begun": (lambda: dying(LocalTarget, "__init__", after=True), 0, False),
     "joined": (lambda: dying(JoinedTarget, "__init__", after=True), 1, False),
     "planned": (lambda: dying(PartWriter, "plan", after=True), 1, False),
@@ -205,11 +205,11 @@ BACKGROUND_PHASES: dict[str, Phase] = {
     "apart-committed": (lambda: dying(LocalTarget, "commit", after=True), 0, True),
 }
 LOAD_PHASES: dict[str, Phase] = {
-    "agreeing-to-load": (lambda: dying(Comm, "check_agreement"), 0, False),
+    "agreeing-to-load": (lambda: dying(Comm, "check_told"), 0, False),
     "opening": (lambda: dying(LocalStorage, "__init__", after=True), 1, False),
     "comparing": (lambda: dying(Loading, "check"), 0, False),
     "made": (lambda: dying(Loading, "prepare", after=True), 1, False),
-    "finding-others": (lambda: dying(shared_reads, "find_alike"), 0, False),
+    "finding-others": (lambda: dying(shared_reads, "alike_among"), 0, False),
     "sharing-out": (lambda: dying(shared_reads, "read"), 1, False),
     "read": (lambda: dying(shared_reads, "mark_changed"), 0, False),
     "ending": (lambda: dying(Checkpoint, "close"), 0, False),

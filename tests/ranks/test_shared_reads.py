@@ -27,7 +27,7 @@ import dsdformat
 import dsdformat.torch as dsd
 from dsdformat.errors import ChecksumError, DistributedError, RankDisagreementError
 from dsdformat.storage.host_memory import HostMemory
-from dsdformat.torch.alike import find_alike
+from dsdformat.torch.alike import alike_among, find_alike, keys_to_tell
 from dsdformat.torch.comm import Comm
 from dsdformat.torch.common_memory import common_memory
 from tests.ranks.counting import data_reads, reads, watched
@@ -466,6 +466,12 @@ def test_who_has_what_is_found_in_bounded_messages():
         assert ranks == tuple(one for one in range(3) if key[0] % (one + 1) == 0)
     assert len(moved) == 4
     assert sum(everywhere(sum(moved))) <= 3 * 2 * 3 * 8 + 22 * (16 + 4 + 16)
+    told = comm.gather_values(keys_to_tell(comm, keys))
+    assert alike_among(comm, keys, told) == found
+    with mock.patch("dsdformat.torch.alike._KEYS_TOLD", 6):  # rank 0 has more
+        told = comm.gather_values(keys_to_tell(comm, keys))
+    assert [one is None for one in told] == [True, False, False]
+    assert alike_among(comm, keys, told) == found
 
 
 @pytest.mark.ranks(3)

@@ -15,6 +15,7 @@ import pytest
 from bench.papers import PaperTensor, make_part, manifest_of, opened
 
 from dsdformat import Box
+from dsdformat.errors import FormatError
 from dsdformat.format.checks import check_columns, find_tiling_fault
 from dsdformat.plan import chunk_tables, tree_merge
 from dsdformat.plan.chunk_merge import find_gap
@@ -167,6 +168,21 @@ def test_steps_of_a_merge_grow_no_faster_than_chunks_do():
 def test_what_ranks_have_alike_is_read_once():
     received = read_parts(part.to_bytes() for part in parts_of(16, 30))
     assert len({id(part.tensors) for part in received}) == 1
+    assert len({part.counts.tobytes() for part in received}) == 2  # one has the scalar tensor too
+
+
+@pytest.mark.parametrize("column", ["file", "numbers"])
+def test_a_part_whose_chunks_are_not_as_many_as_those_of_one_that_is_alike_is_refused(column):
+    first, second, *_ = parts_of(4, 5)
+    chunks = {name: getattr(second.chunks, name)[:] for name in second.chunks._fields[1:]}
+    assert read_parts([first.to_bytes(), second.to_bytes()])
+    short = ("numbers",) if column == "numbers" else tuple(chunks)
+    for name in short:
+        del chunks[name][-4 if name == "numbers" else -1 :]
+    second.chunks = second.chunks._replace(**chunks)
+    with pytest.raises(FormatError) as caught:
+        read_parts([first.to_bytes(), second.to_bytes()])
+    assert caught.value.code == "bad_section_length"
 
 
 # Whether all is there, once: always checked, so it must cost little
