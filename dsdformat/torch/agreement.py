@@ -193,10 +193,12 @@ class Rows:
         if all(one == sums[0] for one in sums):
             return Holders(comm.world_size, None, self._firsts)
         alike = [sums.index(one) for one in sums]  # one of those that have the same tells it
-        own: dict[str, list[Any]] | None = None
-        if alike[comm.rank] == comm.rank:
-            own = {one.name: [self._raw[one.name], self._text_of(one)] for one in self._leaves}
-        told = comm.gather_values(own)
+        with comm.together("save") as step:
+            if alike[comm.rank] == comm.rank:
+                step.told = {
+                    one.name: [self._raw[one.name], self._text_of(one)] for one in self._leaves
+                }
+        told = step.heard
         table: dict[str, list[int]] = {}
         known: dict[str, tuple[int, list[Any]]] = {}
         wrong: dict[str, tuple[int, list[Any]]] = {}
