@@ -335,7 +335,7 @@ def load_model(  # noqa: PLR0913
     target = torch.device("cpu") if device is None else as_device(device)
     options = LoadOptions.of(device=target, dtype=dtype, mmap=mmap)
     opened = _open_settled(path, verify=verify, digest=digest, pubkey=pubkey, threads=threads)
-    with contextlib.closing(opened) as origin:
+    with young_gc(), contextlib.closing(opened) as origin:
         tree = read_tree(origin)
         recipe = recipe or find_recipe(tree.get(RECIPES), name, str(path))
 
