@@ -68,6 +68,7 @@ class Plan:
         self._device = device
         self._moves = Moves()
         self._runs: list[Run] = []  # of plain tensors; not yet among what was placed
+        self._starts: set[int] = set()  # of the memory that was placed one by one
         self.refused: set[int] = set()  # ids of live tensors that differ
         self._placed: dict[Any, tuple[Stored, _Name]] = {}  # memory -> what it gets, and as which
         self._fills: list[tuple[torch.Tensor, Stored, Form]] = []  # meta tensors, and their content
@@ -120,8 +121,7 @@ class Plan:
         if shapes != [one.shape for one in live] or [known[name] for name in names] != dtypes:
             return False
         run = Run(stored, indexes, live, addresses, shapes, dtypes, name)
-        others = {key[0] for key in self._placed if type(key) is tuple}
-        if not others.isdisjoint(addresses) or not self._moves.plain.add(run):
+        if not self._starts.isdisjoint(addresses) or not self._moves.plain.add(run):
             return False
         self._runs.append(run)
         self.memory.assign(live, indexes)
@@ -159,6 +159,8 @@ class Plan:
             records = zip(run.stored, names, strict=True)
             self._placed.update(zip(run.memories(), records, strict=True))
         self._runs.clear()
+        if type(memory) is tuple:  # else it has none
+            self._starts.add(memory[0])
         return self._placed.setdefault(memory, record)
 
     def _is_same(self, first: tuple[Stored, _Name], stored: Stored, name: str) -> bool:

@@ -72,8 +72,8 @@ class PlainTensors:
         for known, new in zip(self._known, news, strict=True):
             if len(new) < len(run.tensors) or not known.isdisjoint(new):
                 return False
-        for number, new in enumerate(news):
-            self._known[number] = self._known[number] | new if self._known[number] else new
+        for known, new in zip(self._known, news, strict=True):
+            known.update(new)
         self.indexes += run.indexes
         self.tensors += run.tensors
         self.shapes += run.shapes
