@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from dsdformat.blocks import BlockReader
@@ -77,16 +77,17 @@ class HeaderChecks:
         for file, rows in itertools.groupby(plan.order, ranges.file.__getitem__):
             some = list(rows)
             data = self._table.body.files[file]
-            nbytes = sum(map(ranges.stored_nbytes.__getitem__, some))
+            lengths = list(map(ranges.stored_nbytes.__getitem__, some))
+            nbytes = sum(lengths)
             whole = nbytes == data.nbytes - data.header_nbytes
             if data.header_nbytes > HEADER_NBYTES_MAX:
                 continue
-            chunks = dict.fromkeys(map(ranges.chunk.__getitem__, some))
             if not whole and _SHARE * data.header_nbytes > nbytes:
                 continue
-            if max(chunks) < plan.whole:
-                entries = self._whole_entries(data, plan.chunks, list(chunks))
+            if max(some) < plan.whole:
+                entries = self._whole_entries(data, plan.chunks, some, lengths)
             else:
+                chunks = dict.fromkeys(map(ranges.chunk.__getitem__, some))
                 entries = self._entries(data, plan.chunks, chunks)
             if whole:
                 self._check_whole(file, entries)
@@ -154,19 +155,23 @@ class HeaderChecks:
             yield at, tensor, emit_entry(key, form, begin, begin + nbytes)
 
     def _whole_entries(
-        self, file: DataFile, table: ChunkColumns, chunks: Sequence[int]
+        self, file: DataFile, table: ChunkColumns, chunks: Sequence[int], lengths: Sequence[int]
     ) -> Iterator[_Entry]:
-        """List the same of chunks that are raw and all of their tensor, in a third of the time."""
-        columns, paths, prefix = self._table.columns, self._table.decoded.paths, len(file.prefix)
+        """List the same of chunks that are raw and all of their tensor, in a third of the time.
+
+        Args:
+            file, table, chunks: As in `_entries`.
+            lengths: Of the chunks, in bytes.
+        """
+        columns, room = self._table.columns, file.header_nbytes
         tensors = list(map(table.tensor.__getitem__, chunks))
         places = list(map(table.byte_offset.__getitem__, chunks))
-        keys = _keys([paths[tensor][prefix:] for tensor in tensors])
+        keys = _keys(map(self._table.decoded.paths.__getitem__, tensors), len(file.prefix))
         dtypes = map(columns.dtype.__getitem__, tensors)
-        kinds = list(zip(dtypes, columns.shapes(tensors), strict=True))
-        known = {kind: self._form(*kind) for kind in set(kinds)}
-        begins = [at - file.header_nbytes for at in places]
-        ends = [at + known[kind][1] for at, kind in zip(begins, kinds, strict=True)]
-        texts = emit_entries(keys, [known[kind][0] for kind in kinds], begins, ends)
+        known = _Forms(self._form)
+        forms = list(map(known.__getitem__, zip(dtypes, columns.shapes(tensors), strict=True)))
+        begins = [at - room for at in places]
+        texts = emit_entries(keys, forms, begins, map(operator.add, begins, lengths))
         return zip(places, tensors, texts, strict=True)
 
     def _empty_entries(self, index: int) -> list[_Entry]:
@@ -194,11 +199,24 @@ class HeaderChecks:
         return emit_form(dtype, shape, codec, nbytes), nbytes
 
 
-def _keys(paths: Sequence[Path]) -> list[str]:
+class _Forms(dict[tuple[int, tuple[int, ...]], str]):
+    """What headers say of chunks by dtype and shape; as `HeaderChecks._form` gives it."""
+
+    def __init__(self, form: Callable[[int, tuple[int, ...]], tuple[str, int]]) -> None:
+        super().__init__()
+        self._form = form
+
+    def __missing__(self, kind: tuple[int, tuple[int, ...]]) -> str:
+        self[kind], _ = self._form(*kind)
+        return self[kind]
+
+
+def _keys(paths: Iterable[Path], prefix: int) -> list[str]:
     """Return the payload keys of tensors; most are in the container that the file is for."""
-    if any(len(path) != 1 for path in paths):
-        return [emit_key(path, encoded_key) for path in paths]
-    return emit_keys((), [step for (step,) in paths], encoded_key)
+    paths = list(paths)
+    if set(map(len, paths)) == {prefix + 1}:
+        return emit_keys((), [path[-1] for path in paths], encoded_key)
+    return [emit_key(path[prefix:], encoded_key) for path in paths]
 
 
 # Where a chunk begins, its tensor, and what the header says of it.

@@ -52,11 +52,11 @@ def emit_keys(parent: Path, steps: Sequence[Any], encoded_key: Callable[[Any], b
         steps: Keys of the tensors in it.
         encoded_key: As in `emit_key`.
     """
-    if all(type(step) is str for step in steps):
+    if set(map(type, steps)) <= {str}:
         text = "\0".join(steps)
         if not ("%" in text or "@" in text or "/" in text or "__metadata__" in text):  # most
             head = f"/{emit_name(parent, encoded_key)}/" if parent else ""
-            return [head + step for step in steps]
+            return [head + step for step in steps] if head else list(steps)
     return [emit_key((*parent, step), encoded_key) for step in steps]
 
 

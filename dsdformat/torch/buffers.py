@@ -107,17 +107,17 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 class _Addresses:
     """A range of addresses, as numpy asks for one."""
 
-    def __init__(self, begin: int, end: int, owners: Any) -> None:
+    def __init__(self, begin: int, end: int, owners: Any, *, writable: bool) -> None:
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
             "shape": (end - begin,),
-            "data": (begin, True),  # not to be written to
+            "data": (begin, not writable),
         }
         self.owners = owners
 
 
-def memory_view(begin: int, end: int, owners: Any) -> memoryview:
+def memory_view(begin: int, end: int, owners: Any, *, writable: bool = False) -> memoryview:
     """Return one view over a range of addresses in which many tensors lie.
 
     A view of each of them takes longer than to write its bytes. What lies between them is not
@@ -126,18 +126,22 @@ def memory_view(begin: int, end: int, owners: Any) -> memoryview:
     Args:
         begin, end: The range.
         owners: What keeps the tensors' memory; the view keeps it.
+        writable: Whether the view may be written to.
     """
-    array: Any = np.asarray(_Addresses(begin, end, owners))
+    array: Any = np.asarray(_Addresses(begin, end, owners, writable=writable))
     return memoryview(array)
 
 
 def bytes_of_all(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
     """Return the memory of packed tensors that have elements; see `bytes_of`."""
-    if sys.byteorder == "little" and {one.dtype for one in tensors} <= _OF_NUMPY:
-        arrays: Iterator[Any] = (one.numpy(force=True) for one in tensors)
-        if max([one.ndim for one in tensors], default=0) <= 32:
-            return [memoryview(array).cast("B") for array in arrays]
-    return list(map(bytes_of, tensors))
+    if not tensors or sys.byteorder == "big" or not all(one.is_cpu for one in tensors):
+        return list(map(bytes_of, tensors))
+    owners = [one.untyped_storage() for one in tensors]
+    begins = [one.data_ptr() for one in tensors]
+    ends = [begin + one.nbytes for begin, one in zip(begins, tensors, strict=True)]
+    first = min(begins)
+    view = memory_view(first, max(ends), owners, writable=True)
+    return [view[begin - first : end - first] for begin, end in zip(begins, ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

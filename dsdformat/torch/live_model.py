@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,7 @@ from dsdformat.torch.meeting import meet
 from dsdformat.torch.module_entries import call_loader, versioned_entries
 from dsdformat.torch.sharding import FlatShard, is_spread, is_tensor, process_groups, sharding_of
 
-__all__ = ["Entry", "LiveModel", "is_extra", "is_placed"]
+__all__ = ["Entry", "LiveModel", "has_extra", "is_extra", "is_placed"]
 
 Entry = tuple[str, str, Any]  # key of the module's own state dict, canonical name, value
 
@@ -99,7 +99,7 @@ class LiveModel:
     def entries(self) -> list[Entry]:
         """Return what the model's state dict has, in the order of an unwrapped model."""
         with fsdp1.plain_hooks(self.model):
-            entries, self.versions = versioned_entries(self.model)
+            entries, self.versions = versioned_entries(self.model, self.tensors)
         if not self.units:
             return entries
         flats = {id(unit.flat) for unit in self.units}
@@ -203,6 +203,11 @@ class LiveModel:
 def is_extra(name: str) -> bool:
     """Whether an entry is extra state."""
     return name.endswith(EXTRA_STATE) and name.rsplit(".", 1)[-1] == EXTRA_STATE
+
+
+def has_extra(names: Iterable[str]) -> bool:
+    """Whether one of some entries may be extra state; see `is_extra`."""
+    return EXTRA_STATE in "\0".join(names)
 
 
 def _is_parameter(tensor: Any) -> bool:

@@ -18,19 +18,24 @@ from dsdformat.torch.introspect import own_method
 __all__ = ["call_loader", "versioned_entries"]
 
 
-def versioned_entries(module: nn.Module) -> tuple[list[tuple[str, str, Any]], Any]:
+def versioned_entries(
+    module: nn.Module, tensors: Mapping[str, Any]
+) -> tuple[list[tuple[str, str, Any]], Any]:
     """Return the module's state dict as (key, FQN, value) triples, and versions of its modules.
 
     Parameters and buffers are the live objects, unless the module's own `state_dict` makes others.
+
+    Args:
+        module: Wrapped or not.
+        tensors: Its tensors, by FQN.
 
     Raises:
         UnsupportedValueError: a lazy module without a shape; an unusable state dict.
     """
     module = unwrapped(module)
-    tensors = named_tensors(module)
     lazy = []
-    if not OWN_CLASSES.issuperset([type(tensor) for _, tensor in tensors]):
-        lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if not OWN_CLASSES.issuperset(map(type, tensors.values())):
+        lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
     if lazy:
         raise UnsupportedValueError(
             f"{listed(lazy)} of a lazy module have no shape yet",

@@ -20,7 +20,7 @@ from dsdformat.torch.compat import needs_loader
 from dsdformat.torch.flat_find import find_flats
 from dsdformat.torch.flatten import derived_tensors
 from dsdformat.torch.fqn import holds_meta, named_tensors, stray_tensors, unwrapped
-from dsdformat.torch.live_model import Entry, LiveModel, is_extra, is_placed
+from dsdformat.torch.live_model import Entry, LiveModel, has_extra, is_placed
 from dsdformat.torch.placing import Plan, same_content
 from dsdformat.torch.stored import Path, Stored, describe, display
 
@@ -124,7 +124,7 @@ class _Placement:
         if (
             not self.plan.selection.everything
             or set(map(type, stored)) != {Stored}
-            or any(map(is_extra, names))
+            or has_extra(names)
             or (self._has_ties and any(len(self.tied.get(id(one), ())) != 1 for one in values))
         ):
             return False
