@@ -6,6 +6,7 @@ works for dtypes that torch cannot compute with.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -136,10 +137,9 @@ def bytes_of_all(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
     """Return the memory of packed tensors that have elements; see `bytes_of`."""
     if not tensors or sys.byteorder == "big" or not all(one.is_cpu for one in tensors):
         return list(map(bytes_of, tensors))
-    owners = [one.untyped_storage() for one in tensors]
-    begins = [one.data_ptr() for one in tensors]
-    ends = [begin + one.nbytes for begin, one in zip(begins, tensors, strict=True)]
-    first = min(begins)
+    rows = [(one.untyped_storage(), one.data_ptr(), one.nbytes) for one in tensors]
+    owners, begins, lengths = zip(*rows, strict=True)
+    first, ends = min(begins), list(map(operator.add, begins, lengths))
     view = memory_view(first, max(ends), owners, writable=True)
     return [view[begin - first : end - first] for begin, end in zip(begins, ends, strict=True)]
 
