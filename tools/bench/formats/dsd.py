@@ -51,6 +51,17 @@ def read_one_entry(path: Path, state: State, index: int) -> None:
         checkpoint.tensor(f"model/{state.name(index)}").read(into=bytes_of([parameter])[0])
 
 
+def map_one_entry(path: Path, state: State, index: int) -> None:
+    """Map one tensor, and copy it to its place."""
+    import dsdformat
+    import torch
+
+    parameter = list(state.module.parameters())[index]
+    with dsdformat.open(path, verify=False) as checkpoint, torch.no_grad():
+        view = checkpoint.tensor(f"model/{state.name(index)}").map(writable=True)
+        parameter.copy_(torch.frombuffer(view, dtype=parameter.dtype).view(parameter.shape))
+
+
 def tree_of(state: State) -> dict[str, Any]:
     """Return the state as it is passed to dsdformat."""
     if state.optimizer is None:
@@ -63,6 +74,10 @@ DSD = Format(
     needs=("dsdformat.torch",),
     save=save,
     loads={"dsdformat": load, "dsdformat (unverified)": load_unverified},
-    read_ones={"dsdformat": read_one, "dsdformat (open, read)": read_one_entry},
+    read_ones={
+        "dsdformat": read_one,
+        "dsdformat (open, read)": read_one_entry,
+        "dsdformat (open, map)": map_one_entry,
+    },
     is_durable=True,
 )
