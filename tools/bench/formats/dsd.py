@@ -53,8 +53,9 @@ def read_one_entry(path: Path, state: State, index: int) -> None:
 
 def map_one_entry(path: Path, state: State, index: int) -> None:
     """Map one tensor, and copy it to its place."""
-    import dsdformat
     import torch
+
+    import dsdformat
 
     parameter = list(state.module.parameters())[index]
     with dsdformat.open(path, verify=False) as checkpoint, torch.no_grad():
