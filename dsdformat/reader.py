@@ -6,7 +6,6 @@ import copy
 import difflib
 import functools
 import itertools
-import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +19,7 @@ from dsdformat.format.decoding import Hooks, decode_tree
 from dsdformat.format.digests import digest as digest_of
 from dsdformat.format.frame import FORMAT_VERSION
 from dsdformat.format.packing import emit
-from dsdformat.format.paths import emit_name
+from dsdformat.format.paths import emit_name, parse_name, parse_step
 from dsdformat.format.values import Encoded, TensorRef, encode, encoded_key
 from dsdformat.garbage import paused_gc
 from dsdformat.plan.load_plan import BOUND, LoadPlan, Wanted
@@ -28,8 +27,6 @@ from dsdformat.storage.base import Storage
 from dsdformat.tensors import TensorTable
 
 __all__ = ["Checkpoint"]
-
-_NUMBER = re.compile(r"@-?[0-9]{1,20}\Z")
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
@@ -91,7 +88,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return (TensorEntry(self.table, index) for index in range(len(self)))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._index_of
+        return isinstance(name, str) and self._find_index(name) is not None
 
     def close(self) -> None:
         """Close the files. What was read, and maps, stay valid."""
@@ -155,8 +152,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             EntryNotFoundError: `entry_not_found` or `not_a_tensor`.
         """
         if isinstance(name, str):
-            if name in self._index_of:
-                return TensorEntry(self.table, self._index_of[name])
+            index = self._find_index(name)
+            if index is not None:
+                return TensorEntry(self.table, index)
             value = self._find(name, self._steps(name))
         else:
             value = self._find(name, tuple(name))
@@ -358,6 +356,24 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
         return digest_of(emit(encode(self.tree(), leaf=leaf))).hex()
 
+    def _find_index(self, name: str) -> int | None:
+        """Return the number of the tensor that has this display name, or None."""
+        index = self._index_by_path.get(parse_name(name))
+        if index is not None:  # paths that are equal may be displayed in two ways, as 1 and True
+            for path in self.table.paths(index):
+                if emit_name(path, encoded_key) == name:
+                    return index
+        return self._index_of.get(name)
+
+    @functools.cached_property
+    def _index_by_path(self) -> dict[tuple[Any, ...], int]:
+        """The numbers of tensors by path; of paths that are equal, that of one."""
+        decoded = self.table.decoded
+        known = {path: index for index, path in enumerate(decoded.paths)}
+        for index, paths in decoded.aliases.items():
+            known.update(dict.fromkeys(paths, index))
+        return known
+
     @functools.cached_property
     def _index_of(self) -> dict[str, int]:
         table: dict[str, int] = {}
@@ -413,11 +429,9 @@ def _has_child(node: Any, step: Any) -> bool:
 
 def _find_step(node: Any, part: str) -> Any:
     """Return the key or index of a node that is displayed as this part, or `_ABSENT`."""
-    plain = part.replace("%2F", "/").replace("%40", "@").replace("%25", "%")
-    number = int(part[1:]) if _NUMBER.match(part) else None
-    for step in (plain, number):
-        if step is not None and _has_child(node, step) and _part_name(step) == part:
-            return step
+    step = parse_step(part)
+    if _has_child(node, step) and _part_name(step) == part:
+        return step
     keys = node if isinstance(node, Mapping) and part.startswith("@x") else ()
     return next((key for key in keys if _part_name(key) == part), _ABSENT)
 

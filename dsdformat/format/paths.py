@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,11 +10,12 @@ from dsdformat.boxes import Box
 from dsdformat.errors import shorten
 from dsdformat.limits import INT_MAX, INT_MIN
 
-__all__ = ["Path", "emit_key", "emit_keys", "emit_name", "render_path"]
+__all__ = ["Path", "emit_key", "emit_keys", "emit_name", "parse_name", "parse_step", "render_path"]
 
 # Dict keys and indices that lead from the root to a leaf.
 Path = Sequence[Any]
 
+_NUMBER = re.compile(r"@-?[0-9]{1,20}\Z")
 _STEP_MAX = 80  # characters in an error, of which there may be one for each value below a key
 
 
@@ -27,6 +29,23 @@ def emit_name(path: Path, encoded_key: Callable[[Any], bytes]) -> str:
     if len(path) == 1:
         return _part(path[0], encoded_key)
     return "/".join([_part(step, encoded_key) for step in path])
+
+
+def parse_name(name: str) -> tuple[Any, ...]:
+    """Return the path that has this display name, if there is one of strings and integers alone."""
+    if "%" not in name and "@" not in name:  # as mostly
+        return tuple(name.split("/"))
+    return tuple(map(parse_step, name.split("/")))
+
+
+def parse_step(part: str) -> str | int:
+    """Return the step that is displayed so, if that is a string or an integer.
+
+    Of any other text it is a step that is displayed in another way.
+    """
+    if _NUMBER.match(part):
+        return int(part[1:])
+    return part.replace("%2F", "/").replace("%40", "@").replace("%25", "%")
 
 
 def emit_key(path: Path, encoded_key: Callable[[Any], bytes]) -> str:

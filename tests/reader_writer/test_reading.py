@@ -564,6 +564,30 @@ def test_a_tensor_is_found_by_name_and_by_path(named, name, path, nbytes):
     assert name in named
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model/a/b",
+        "model/c@%",
+        "model/layers.0.weight/",
+        "/list/@0",
+        "list/0",
+        "list/@00",
+        "keys/1",
+    ],
+)
+def test_a_name_that_is_displayed_in_another_way_is_not_there(named, name):
+    assert name not in named
+
+
+def test_a_key_that_equals_one_of_another_type_is_not_found_under_its_name(save, load):
+    with load(save({"keys": {True: tensor_of(3)}, "numbers": {1: tensor_of(4)}})) as checkpoint:
+        assert "keys/@1" not in checkpoint
+        assert checkpoint.tensor("keys/@xc3").nbytes == 3
+        assert "numbers/@xc3" not in checkpoint
+        assert checkpoint.tensor("numbers/@1").nbytes == 4
+
+
 def test_names_are_listed_in_the_order_of_the_tree(named):
     assert named.names == [
         "keys/@1",
