@@ -27,6 +27,7 @@ from dsdformat.torch.stored import Path, Stored, describe, display
 __all__ = ["place_modules"]
 
 _RUN_MIN = 32  # entries that are looked at one by one where not all are plain
+_RUN_MAX = 1024  # that are looked at together: all that is asked of them finds them in the cache
 
 
 def place_modules(plan: Plan, modules: Sequence[nn.Module], stored: Any, path: Path) -> None:
@@ -104,12 +105,12 @@ class _Placement:
     def _place(self, model: LiveModel, entries: Sequence[Entry]) -> None:
         live: dict[str, Any] = {}
         new: dict[str, tuple[Any, Path]] = {}
-        at, size = 0, len(entries)
-        while at < len(entries):  # in their order: all at once, else in runs that are all plain
+        at, size = 0, _RUN_MAX
+        while at < len(entries):  # in their order, in runs that are all plain, and one by one
             run = entries[at : at + size]
             if self._place_plain(run):
                 live.update((key, value) for key, _, value in run)
-                at, size = at + size, 2 * size
+                at, size = at + size, min(2 * size, _RUN_MAX)
             elif size > _RUN_MIN:
                 size = _RUN_MIN
             else:

@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 
 import dsdformat  # noqa: E402
 import dsdformat.torch as dsd  # noqa: E402
-from dsdformat.torch import placing, sources  # noqa: E402
+from dsdformat.torch import place_modules, placing, sources  # noqa: E402
 from dsdformat.torch.composites import find_kind, plain_address, refusal  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
@@ -170,6 +170,7 @@ def test_any_module_is_loaded_the_same_by_either_way(specs, data):
         if at < len(specs):
             changed[at] = (data.draw(st.sampled_from([*KINDS, "on meta"])), *specs[at][1:])
     options = data.draw(st.sampled_from([{}, {"strict": False}, {"verify": False}]))
+    most = data.draw(st.sampled_from([3, 1024]))  # of those that are looked at together
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c"
         dsd.save(path, {"model": module_of(specs, 1)})
@@ -177,6 +178,7 @@ def test_any_module_is_loaded_the_same_by_either_way(specs, data):
         for addresses in (placing.plain_addresses, lambda _: None):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(placing, "plain_addresses", addresses)
+                patch.setattr(place_modules, "_RUN_MAX", most)
                 module = module_of(changed, 70)
                 try:
                     versions = [
