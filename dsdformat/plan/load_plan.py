@@ -357,11 +357,15 @@ def _gaps(plan: LoadPlan) -> list[int]:
     ranges, order, scattered = plan.ranges, plan.order, plan.scattered
     places = list(map(ranges.byte_offset.__getitem__, order))
     lengths = list(map(ranges.stored_nbytes.__getitem__, order))
+    ends = list(map(operator.add, places, lengths))
+    if max(lengths, default=0) <= SMALL_NBYTES and not scattered and len(set(ranges.file)) == 1:
+        between = list(map(operator.sub, places[1:], ends))
+        if min(between, default=0) >= 0:  # nothing lies over another: mostly
+            return [_APART, *between]
     small = [nbytes <= SMALL_NBYTES for nbytes in lengths]
     if scattered:
         small = [one and row not in scattered for one, row in zip(small, order, strict=True)]
     files = list(map(ranges.file.__getitem__, order))
-    ends = map(operator.add, places, lengths)
     after = zip(files, ends, small, strict=True)  # the one before, for all but the first
     rows = zip(files[1:], places[1:], small[1:], strict=True)
     gaps = [

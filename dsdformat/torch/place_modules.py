@@ -16,6 +16,7 @@ from torch import nn
 
 from dsdformat.errors import MismatchError
 from dsdformat.format.paths import render_path
+from dsdformat.torch.buffers import OWN_CLASSES
 from dsdformat.torch.compat import needs_loader
 from dsdformat.torch.flat_find import find_flats
 from dsdformat.torch.flatten import derived_tensors
@@ -239,8 +240,9 @@ class _Placement:
 def _live_entries(model: LiveModel) -> list[Entry]:
     """List the entries of a model; on meta, only the model's own tensors can get content."""
     entries = model.entries()
-    if not [value for _, _, value in entries if _is_meta(value)]:
-        return entries
+    values = [value for _, _, value in entries]
+    if OWN_CLASSES.issuperset(map(type, values)) and {one.is_cpu for one in values} <= {True}:
+        return entries  # as mostly
     return [
         (key, name, model.tensors.get(name, value) if _is_meta(value) else value)
         for key, name, value in entries
