@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
+from dsdformat.block_faults import Block, BlockFaults, cut_short
 from dsdformat.destinations import Destinations
-from dsdformat.errors import FormatError, Problem, printable
+from dsdformat.errors import FormatError, Problem
 from dsdformat.format.checks import ChunkPlace, TensorRow
 from dsdformat.format.codecs import RAW, decode_block
 from dsdformat.format.digests import DIGEST_NBYTES, Hasher, digest, digests
@@ -32,31 +33,6 @@ _PIECE = 1024 * KIB  # read, then hashed while it is in the cache; smaller ones 
 _PARALLEL_MIN = 1024 * KIB
 _TINY_NBYTES = 16 * KIB  # threads that hash less wait for the interpreter as long as they hash
 _BATCH_MAX = BATCH_NBYTES + SMALL_NBYTES  # how long small blocks are that are read together
-
-
-class _Block(NamedTuple):
-    """One block of one chunk, or a part of one that is raw and not verified.
-
-    Attributes:
-        tensor, chunk, number: Which one: the block counts from the beginning of the chunk.
-        dtype, codec, file: Of the chunk.
-        start, nbytes: Where it lies in the decoded chunk.
-        byte_offset, stored_nbytes: Where its stored bytes lie in the data file.
-        digest, frame: Its rows in the tables.
-    """
-
-    tensor: int
-    chunk: int
-    number: int
-    dtype: Dtype
-    codec: int
-    file: int
-    start: int
-    nbytes: int
-    byte_offset: int
-    stored_nbytes: int
-    digest: int
-    frame: int
 
 
 class Files(Protocol):
@@ -104,7 +80,7 @@ class BlockReader:
         self._body = body
         self._columns = columns
         self._workers = workers
-        self._name_of = name_of
+        self._faults = BlockFaults(body.files, name_of)
         self._checked: set[int] = set()
         self._spare: list[bytearray] = []  # one for each thread that has read small blocks
 
@@ -165,25 +141,25 @@ class BlockReader:
                 problems += error.problems
         return problems
 
-    def _block(self, tensor: int, dtype: Dtype, chunk: ChunkPlace, number: int) -> _Block:
+    def _block(self, tensor: int, dtype: Dtype, chunk: ChunkPlace, number: int) -> Block:
         start = number * self._body.block_nbytes
         nbytes = min(self._body.block_nbytes, chunk.nbytes - start)
         at, stored = chunk.byte_offset + start, nbytes
         if chunk.codec != RAW:
             at, stored = chunk.byte_offset + chunk.frame_at[number], chunk.frames[number]
-        return _Block(
+        return Block(
             *(tensor, chunk.number, number, dtype, chunk.codec, chunk.file),
             *(start, nbytes, at, stored),
             digest=chunk.first_block + number,
             frame=chunk.first_frame + number,
         )
 
-    def _block_of(self, plan: LoadPlan, row: int) -> _Block:
+    def _block_of(self, plan: LoadPlan, row: int) -> Block:
         chunks, ranges = plan.chunks, plan.ranges
         chunk, start = ranges.chunk[row], ranges.start[row]
         number = start // self._body.block_nbytes
         tensor = chunks.tensor[chunk]
-        return _Block(
+        return Block(
             tensor=tensor,
             chunk=chunks.number[chunk],
             number=number,
@@ -260,7 +236,7 @@ class BlockReader:
         label = self._body.files[plan.ranges.file[rows[0]]].label
         count = self._storage.read_into_many(label, begin, views)
         if count < nbytes:
-            raise _cut_short(label, begin + count)
+            raise cut_short(label, begin + count)
         if not plan.verify:
             return True
         blocks = list(map(plan.chunks.first_block.__getitem__, rows))
@@ -276,7 +252,9 @@ class BlockReader:
             rows, map(digest, pieces), self._digests_of(plan, rows), strict=True
         ):
             if found != wanted:
-                raise self._mismatch("checksum_mismatch", self._block_of(plan, row), wanted, found)
+                raise self._faults.mismatch(
+                    "checksum_mismatch", self._block_of(plan, row), wanted, found
+                )
 
     def _digests_of(self, plan: LoadPlan, rows: Sequence[int]) -> Iterator[bytes]:
         """Give the digests of blocks: neighbours in a file are so in the table too (R-9.13)."""
@@ -290,7 +268,7 @@ class BlockReader:
             at = DIGEST_NBYTES * (number - first)
             yield table[at : at + DIGEST_NBYTES] if near else self._columns.digests(number, 1)
 
-    def _read_runs(self, block: _Block, copy: Copy, into: memoryview) -> None:
+    def _read_runs(self, block: Block, copy: Copy, into: memoryview) -> None:
         """Read runs that are far apart one by one, and nothing in between."""
         outer, inner = copy.split(PAGE_NBYTES)
         for src, dst in outer.places():
@@ -299,7 +277,7 @@ class BlockReader:
             )
             self._stream(piece, [(inner, into[dst:])], verify=False)
 
-    def _stream(self, block: _Block, takers: Sequence[_Taker], *, verify: bool) -> None:
+    def _stream(self, block: Block, takers: Sequence[_Taker], *, verify: bool) -> None:
         """Read a raw block piece by piece: straight to its place where nothing is in between."""
         hasher = Hasher() if verify else None
         scratch = memoryview(b"")
@@ -322,23 +300,23 @@ class BlockReader:
         if hasher is not None:
             self._compare(block, hasher.digest())
 
-    def _stored(self, block: _Block) -> memoryview:
+    def _stored(self, block: Block) -> memoryview:
         stored = memoryview(bytearray(block.stored_nbytes))
         self._fill(block.file, block.byte_offset, stored)
         return stored
 
     def _decode(
-        self, block: _Block, stored: memoryview, *, verify: bool, into: memoryview | None = None
+        self, block: Block, stored: memoryview, *, verify: bool, into: memoryview | None = None
     ) -> memoryview:
         """Return the decoded bytes of a block, both forms compared with their digests."""
         if verify:
             _, expected = self._columns.frame_rows(block.frame, 1)
             if (actual := digest(stored)) != expected:
-                raise self._mismatch("stored_checksum_mismatch", block, expected, actual)
+                raise self._faults.mismatch("stored_checksum_mismatch", block, expected, actual)
         try:
             data = decode_block(stored, block.codec, block.dtype, block.nbytes, into)
         except FormatError as error:
-            raise self._undecodable(block, error) from None
+            raise self._faults.undecodable(block, error) from None
         if verify:
             self._compare(block, digest(data))
         return memoryview(data)
@@ -347,57 +325,12 @@ class BlockReader:
         label = self._body.files[file].label
         count = self._storage.read_into(label, byte_offset, target)
         if count < len(target):
-            raise _cut_short(label, byte_offset + count)
+            raise cut_short(label, byte_offset + count)
 
-    def _compare(self, block: _Block, actual: bytes) -> None:
+    def _compare(self, block: Block, actual: bytes) -> None:
         expected = self._columns.digests(block.digest, 1)
         if actual != expected:
-            raise self._mismatch("checksum_mismatch", block, expected, actual)
-
-    def _mismatch(self, code: str, block: _Block, expected: bytes, actual: bytes) -> FormatError:
-        stored = "stored bytes of " if code.startswith("stored") else ""
-        message = (
-            f"checksum mismatch in {stored}{self._describe(block)}: "
-            f"expected blake3 {expected.hex()[:16]}…, got {actual.hex()[:16]}…"
-        )
-        return Problem(
-            code,
-            message,
-            expected=expected.hex(),
-            actual=actual.hex(),
-            hint="the file was damaged after it was written; restore it from another copy",
-            **self._place(block),
-        ).error()
-
-    def _undecodable(self, block: _Block, error: FormatError) -> FormatError:
-        message = f"{self._describe(block)}: {error.message}"
-        return Problem(error.code, message, **self._place(block)).error()
-
-    def _describe(self, block: _Block) -> str:
-        place = self._place(block)
-        return (
-            f"block {block.number} of chunk {block.chunk} of {printable(place['entry'])} "
-            f"({place['where']}, bytes {place['byte_offset']}..{place['byte_end']})"
-        )
-
-    def _place(self, block: _Block) -> dict[str, Any]:
-        return {
-            "where": self._body.files[block.file].label,
-            "byte_offset": block.byte_offset,
-            "byte_end": block.byte_offset + block.stored_nbytes,
-            "entry": self._name_of(block.tensor),
-            "chunk": block.chunk,
-            "block": block.number,
-        }
-
-
-def _cut_short(label: str, byte_offset: int) -> FormatError:
-    return Problem(
-        "file_size_mismatch",
-        f"{label} ends at byte {byte_offset}, before the chunk does",
-        where=label,
-        byte_offset=byte_offset,
-    ).error()
+            raise self._faults.mismatch("checksum_mismatch", block, expected, actual)
 
 
 # How something of a chunk is carried, and where to.

@@ -8,11 +8,14 @@ from typing import Any
 from dsdformat.boxes import Box, whole
 from dsdformat.errors import ArgumentError
 from dsdformat.format.codecs import CODECS
+from dsdformat.format.decoding import Hooks, decode_tree
 from dsdformat.format.dtypes import DTYPES
 from dsdformat.format.manifest import Mesh
+from dsdformat.format.values import TensorRef
+from dsdformat.garbage import paused_gc
 from dsdformat.tensors import TensorTable
 
-__all__ = ["ChunkInfo", "TensorEntry", "TensorSlice", "box_of"]
+__all__ = ["ChunkInfo", "TensorEntry", "TensorSlice", "box_of", "tree_of"]
 
 Index = int | slice | tuple[int | slice, ...]
 
@@ -213,3 +216,19 @@ def box_of(shape: tuple[int, ...], index: Index) -> Box:
         offset.append(step % size)
         extent.append(1)
     return Box(tuple(offset), tuple(extent))
+
+
+def tree_of(table: TensorTable, hooks: Hooks | None = None) -> Any:
+    """Return the nested state of a checkpoint, with a `TensorEntry` at each tensor.
+
+    Args:
+        table: Of the checkpoint.
+        hooks: What a framework makes of named constants, scalars, sizes and tensors.
+    """
+    entries: dict[int, TensorEntry] = {}
+
+    def entry(ref: TensorRef) -> TensorEntry:
+        return entries.setdefault(ref.index, TensorEntry(table, ref.index))
+
+    with paused_gc():
+        return decode_tree(table.body.tree, hooks or Hooks(tensor=entry)).root

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import copy
-import difflib
-import functools
-import itertools
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 from dsdformat.boxes import Box
 from dsdformat.destinations import Destinations
-from dsdformat.entries import TensorEntry
+from dsdformat.entries import TensorEntry, tree_of
 from dsdformat.errors import EntryNotFoundError, Problem, listed, printable, shorten
-from dsdformat.format.decoding import Hooks, decode_tree
+from dsdformat.format.decoding import Hooks
 from dsdformat.format.digests import digest as digest_of
 from dsdformat.format.frame import FORMAT_VERSION
 from dsdformat.format.packing import emit
-from dsdformat.format.paths import emit_name, parse_name, parse_step
-from dsdformat.format.values import Encoded, TensorRef, encode, encoded_key
-from dsdformat.garbage import paused_gc
+from dsdformat.format.values import Encoded, encode
+from dsdformat.lookup import Lookup
 from dsdformat.plan.load_plan import BOUND, LoadPlan, Wanted
 from dsdformat.storage.base import Storage
 from dsdformat.tensors import TensorTable
@@ -71,6 +66,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self.features = head.features
         self.verifies = verify
         self.user = dict(self.table.body.user)
+        self._lookup = Lookup(self.table)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -88,7 +84,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return (TensorEntry(self.table, index) for index in range(len(self)))
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._find_index(name) is not None
+        return isinstance(name, str) and self._lookup.index(name) is not None
 
     def close(self) -> None:
         """Close the files. What was read, and maps, stay valid."""
@@ -137,13 +133,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         Args:
             hooks: What a framework makes of named constants, scalars, sizes and tensors.
         """
-        entries: dict[int, TensorEntry] = {}
-
-        def entry(ref: TensorRef) -> TensorEntry:
-            return entries.setdefault(ref.index, TensorEntry(self.table, ref.index))
-
-        with paused_gc():
-            return decode_tree(self.table.body.tree, hooks or Hooks(tensor=entry)).root
+        return tree_of(self.table, hooks)
 
     def tensor(self, name: str | tuple[Any, ...]) -> TensorEntry:
         """Return one tensor by its display name or its path; any of its names if it is tied.
@@ -152,12 +142,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             EntryNotFoundError: `entry_not_found` or `not_a_tensor`.
         """
         if isinstance(name, str):
-            index = self._find_index(name)
+            index = self._lookup.index(name)
             if index is not None:
                 return TensorEntry(self.table, index)
-            value = self._find(name, self._steps(name))
+            value = self._lookup.find(name)
         else:
-            value = self._find(name, tuple(name))
+            value = self._lookup.find_path(tuple(name))
         if isinstance(value, TensorEntry):
             return value
         raise EntryNotFoundError(
@@ -172,8 +162,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         Raises:
             EntryNotFoundError: `entry_not_found`.
         """
-        path = self._steps(name) if isinstance(name, str) else tuple(name)
-        return copy.deepcopy(self._find(name, path))
+        lookup = self._lookup
+        return copy.deepcopy(
+            lookup.find(name) if isinstance(name, str) else lookup.find_path(tuple(name))
+        )
 
     def read(
         self,
@@ -355,86 +347,3 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             return NotImplemented
 
         return digest_of(emit(encode(self.tree(), leaf=leaf))).hex()
-
-    def _find_index(self, name: str) -> int | None:
-        """Return the number of the tensor that has this display name, or None."""
-        index = self._index_by_path.get(parse_name(name))
-        if index is not None:  # paths that are equal may be displayed in two ways, as 1 and True
-            for path in self.table.paths(index):
-                if emit_name(path, encoded_key) == name:
-                    return index
-        return self._index_of.get(name)
-
-    @functools.cached_property
-    def _index_by_path(self) -> dict[tuple[Any, ...], int]:
-        """The numbers of tensors by path; of paths that are equal, that of one."""
-        decoded = self.table.decoded
-        known = {path: index for index, path in enumerate(decoded.paths)}
-        for index, paths in decoded.aliases.items():
-            known.update(dict.fromkeys(paths, index))
-        return known
-
-    @functools.cached_property
-    def _index_of(self) -> dict[str, int]:
-        table: dict[str, int] = {}
-        for index in range(len(self)):
-            for one in self.table.paths(index):
-                name = emit_name(one, encoded_key)
-                table[name] = index
-        return table
-
-    def _steps(self, name: str) -> tuple[Any, ...]:
-        """Turn a display name of any entry into a path, by walking the tree."""
-        steps: list[Any] = []
-        node = self._root
-        for part in name.split("/"):
-            step = _find_step(node, part)
-            if step is _ABSENT:
-                self._not_found(name)
-            steps.append(step)
-            node = node[step]
-        return tuple(steps)
-
-    def _find(self, name: object, path: tuple[Any, ...]) -> Any:
-        node = self._root
-        for step in path:
-            if not _has_child(node, step):
-                self._not_found(name)
-            node = node[step]
-        return node
-
-    @functools.cached_property
-    def _root(self) -> Any:
-        return self.tree()
-
-    def _not_found(self, name: object) -> NoReturn:
-        text = name if isinstance(name, str) else "/".join(map(str, name))  # type: ignore[call-overload]
-        close = difflib.get_close_matches(text, list(itertools.islice(self._index_of, 3000)), n=3)
-        raise EntryNotFoundError(
-            f"no entry {shorten(name)} in {self.table.storage.name}", name=text, close_matches=close
-        )
-
-
-_ABSENT = object()
-
-
-def _has_child(node: Any, step: Any) -> bool:
-    if isinstance(node, Mapping):
-        try:
-            return step in node
-        except TypeError:  # not hashable
-            return False
-    return isinstance(node, (list, tuple, deque)) and type(step) is int and 0 <= step < len(node)
-
-
-def _find_step(node: Any, part: str) -> Any:
-    """Return the key or index of a node that is displayed as this part, or `_ABSENT`."""
-    step = parse_step(part)
-    if _has_child(node, step) and _part_name(step) == part:
-        return step
-    keys = node if isinstance(node, Mapping) and part.startswith("@x") else ()
-    return next((key for key in keys if _part_name(key) == part), _ABSENT)
-
-
-def _part_name(step: Any) -> str:
-    return emit_name((step,), encoded_key)

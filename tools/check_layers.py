@@ -59,7 +59,8 @@ UNITS = (
     Unit("sections", layer=3, reach=2),
     Unit("workers", layer=3, reach=2),
     Unit("destinations", layer=3, reach=2),
-    Unit("blocks", layer=3, reach=2, peers=("workers", "destinations")),
+    Unit("block_faults", layer=3, reach=2),
+    Unit("blocks", layer=3, reach=2, peers=("workers", "destinations", "block_faults")),
     Unit("headers", layer=3, reach=2, peers=("blocks",)),
     Unit(
         "tensors",
@@ -68,7 +69,10 @@ UNITS = (
         peers=("sections", "blocks", "destinations", "headers", "workers"),
     ),
     Unit("entries", layer=3, reach=2, peers=("tensors",)),
-    Unit("reader", layer=3, reach=2, peers=("source", "destinations", "tensors", "entries")),
+    Unit("lookup", layer=3, reach=2, peers=("tensors", "entries")),
+    Unit(
+        "reader", layer=3, reach=2, peers=("source", "destinations", "tensors", "entries", "lookup")
+    ),
     Unit("sources", layer=3, reach=2),
     Unit("labels", layer=3, reach=2),
     Unit("flat_layout", layer=3, reach=2),

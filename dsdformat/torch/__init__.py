@@ -16,7 +16,8 @@ from dsdformat.torch.distribute import distribute
 from dsdformat.torch.export import export_safetensors
 from dsdformat.torch.flatten import FlattenParams, consolidate
 from dsdformat.torch.gather import gather
-from dsdformat.torch.load import load, load_model
+from dsdformat.torch.load import load
+from dsdformat.torch.load_model import load_model
 from dsdformat.torch.mapped import map_parameters
 from dsdformat.torch.per_rank import PerRank
 from dsdformat.torch.preflight import Preflight, preflight

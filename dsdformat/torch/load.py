@@ -1,19 +1,18 @@
-"""Load a state: open, compare, check, read, put in place. Or build a model and load into it."""
+"""Load a state: open, compare, check, read, put in place."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
 import torch
-from torch import nn
 
 from dsdformat.convert import Policy
 from dsdformat.convert.opening import Paths, open_origin
 from dsdformat.convert.reading import ForeignReader
-from dsdformat.errors import DsdError, MismatchError
+from dsdformat.errors import MismatchError
 from dsdformat.format.digests import digest as digest_of
 from dsdformat.garbage import paused_gc, young_gc
 from dsdformat.limits import GIB
@@ -29,12 +28,10 @@ from dsdformat.torch.fitting import fitted
 from dsdformat.torch.introspect import as_mapping
 from dsdformat.torch.loading import Loading
 from dsdformat.torch.moves import fill
-from dsdformat.torch.options import ByName, Device, LoadOptions, as_device
+from dsdformat.torch.options import ByName, Device, LoadOptions
 from dsdformat.torch.origin import Origin
 from dsdformat.torch.per_rank import chosen
-from dsdformat.torch.recipes import RECIPES, Recipe, build, find_recipe
 from dsdformat.torch.report import Loaded, LoadReport
-from dsdformat.torch.rng import rng_state, set_rng_state
 from dsdformat.torch.stored import (
     Composite,
     Path,
@@ -46,7 +43,7 @@ from dsdformat.torch.stored import (
     read_tree,
 )
 
-__all__ = ["load", "load_model"]
+__all__ = ["load", "open_settled"]
 
 
 @overload
@@ -195,7 +192,7 @@ def load(  # noqa: PLR0913
     options = LoadOptions.of(strict, device, dtype, rename, select, mmap, types)
 
     opened = functools.partial(
-        _open_settled,
+        open_settled,
         path,
         verify=verify,
         digest=digest,
@@ -245,7 +242,7 @@ def load(  # noqa: PLR0913
         return loading.run(comm, share_reads=share_reads)
 
 
-def _open_settled(path: Paths, **options: Any) -> Checkpoint | ForeignReader:
+def open_settled(path: Paths, **options: Any) -> Checkpoint | ForeignReader:
     """Open what is loaded, once a save to it has ended that is in flight."""
     settle(path)
     return open_origin(path, **options)
@@ -289,96 +286,6 @@ def _check(loading: Loading, hint: str | None) -> None:
         raise MismatchError(
             error.message, code=error.code, hint=hint, report=error.report
         ) from None
-
-
-def load_model(  # noqa: PLR0913
-    path: Paths,
-    registry: Mapping[str, Callable[..., nn.Module]],
-    *,
-    name: str = "model",
-    recipe: Recipe | None = None,
-    device: Device | None = None,
-    dtype: torch.dtype | None = None,
-    mmap: bool = False,
-    verify: bool = True,
-    digest: str | None = None,
-    pubkey: Keys | None = None,
-    threads: int | None = None,
-) -> nn.Module:
-    """Build the model that a checkpoint has a recipe of, and load it.
-
-    The model is built on the meta device first, so that all names and shapes are compared before
-    there is any memory for it. If it has buffers that no checkpoint holds, it is built once more,
-    on the device, so that they have their values.
-
-    Args:
-        path: The checkpoint's folder, saved with `recipes`; or, with a `recipe`, any checkpoint
-            that `load` takes.
-        registry: What recipes' names mean: functions or classes that give modules. Nothing is
-            ever imported by a name from the file.
-        name: Root key of the model.
-        recipe: What builds the model; as the checkpoint says if None.
-        device: Where the model is made; the CPU if None.
-        dtype: What the model's floating tensors are converted to; as it is built if None.
-        mmap, verify, digest, pubkey, threads: As in `load`.
-
-    Returns:
-        The module, in training mode, as built.
-
-    Raises:
-        EntryNotFoundError: no such recipe, or the registry lacks its name.
-        MismatchError: `state_mismatch`: the built model is not the one that was saved.
-
-    Ranks: local.
-    Memory: the model, and one block per thread.
-    """
-    target = torch.device("cpu") if device is None else as_device(device)
-    options = LoadOptions.of(device=target, dtype=dtype, mmap=mmap)
-    opened = _open_settled(path, verify=verify, digest=digest, pubkey=pubkey, threads=threads)
-    with young_gc(), contextlib.closing(opened) as origin:
-        tree = read_tree(origin)
-        recipe = recipe or find_recipe(tree.get(RECIPES), name, str(path))
-
-        def compared(module: nn.Module) -> Loading:
-            module = module if dtype is None else module.to(dtype)
-            stored = tree
-            if isinstance(origin, ForeignReader):
-                stored, _ = fitted(tree, {name: module}, origin.name)
-            return Loading(origin, {name: stored.get(name)}, {name: module}, options)
-
-        module = _built(recipe, registry, torch.device("meta"))
-        loading = None if module is None else compared(module)
-        if loading is None or loading.plan.report.uninitialized:
-            if loading is not None:
-                loading.plan.report.uninitialized.clear()
-                loading.plan.report.check(options.strict)
-            module = _built(recipe, registry, target)
-            assert module is not None
-            loading = compared(module)
-        loading.check()
-        if isinstance(origin, ForeignReader):
-            origin.prepare(loading.wanted(), verify=verify)
-        loading.run(Comm.alone(), share_reads=False)
-        assert module is not None
-        return module
-
-
-def _built(
-    recipe: Recipe, registry: Mapping[str, Callable[..., nn.Module]], place: torch.device
-) -> nn.Module | None:
-    """Build a model on a device, without moving random streams; None if it needs no meta."""
-    state = rng_state()
-    try:
-        with place:
-            return build(recipe, registry)
-    except DsdError:
-        raise
-    except Exception:
-        if place.type != "meta":
-            raise
-        return None  # the constructor looks at values, which tensors on meta do not have
-    finally:
-        set_rng_state(state)
 
 
 def _load_plain(origin: Origin, tree: dict[str, Any], options: LoadOptions) -> dict[str, Any]:
