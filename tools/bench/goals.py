@@ -76,7 +76,7 @@ def bound_peak(contender: str, most: float = 64) -> Goal:
 
 
 DSD, OPEN_READ = "dsdformat", "dsdformat (open, read)"
-OPEN_MAP, MAPPED = "dsdformat (open, map)", "safetensors (safe_open)"
+OPEN_MAP, MAPPED = "dsdformat (unverified, map)", "safetensors (safe_open)"
 UNVERIFIED = "dsdformat (unverified)"
 PLANES, ZIPNN = "dsdformat (planes+zstd)", "zipnn"
 SHORT = Goal(PLANES, "stored / data", most=0.01, minus=ZIPNN)

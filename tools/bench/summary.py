@@ -24,7 +24,7 @@ def begins(*names: str) -> Callable[[str], bool]:
 
 # A column of the table, and whose figures it shows; the first column that matches.
 COLUMNS: Mapping[str, Callable[[str], bool]] = {
-    "unverified": lambda contender: contender == "dsdformat (unverified)",
+    "unverified": begins("dsdformat (unverified"),
     "dsdformat": lambda contender: (
         contender.startswith("dsdformat") and contender != "dsdformat (zstd)"
     ),

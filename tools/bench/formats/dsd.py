@@ -78,7 +78,7 @@ DSD = Format(
     read_ones={
         "dsdformat": read_one,
         "dsdformat (open, read)": read_one_entry,
-        "dsdformat (open, map)": map_one_entry,
+        "dsdformat (unverified, map)": map_one_entry,
     },
     is_durable=True,
 )
