@@ -1,8 +1,8 @@
 """Copy what a planned save will write into host memory that is kept from save to save.
 
 One large buffer takes all chunks of a rank, each at a place of its own. Its pages are touched once:
-memory that is new takes four times as long to fill. A chunk lies in its pages as it does in those
-of its file, so that whole pages can be written from there past the page cache.
+memory that is new takes up to four times as long to fill. A chunk lies in its pages as it does in
+those of its file, so that whole pages can be written from there past the page cache.
 
 Where CUDA is in use the buffer is pinned, and what lies on a device is copied by a stream of its
 own, behind what the current stream has to do; the current stream then waits for the copy before it
@@ -11,10 +11,12 @@ goes on, so that nothing that is queued on it later changes what is saved.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import mmap
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from mmap import PAGESIZE
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ __all__ = ["HostBuffer", "stage"]
 
 _ALIGNMENT = 64  # of what is compressed, whose place in the file is not known
 _TASK_NBYTES = 8 * MIB
+_HUGE_NBYTES = 4 * MIB  # from here on memory is taken in pages of 2 MiB
 _LARGE_NBYTES = 64 * KIB  # from here on it pays to let other threads of Python go on
 
 
@@ -45,7 +48,7 @@ class HostBuffer:
     @property
     def nbytes(self) -> int:
         """How much there is."""
-        return 0 if self._memory is None else self._memory.numel() - PAGESIZE
+        return 0 if self._memory is None else self._memory.numel() - mmap.PAGESIZE
 
     def room(self, nbytes: int, *, pinned: bool = False) -> memoryview:
         """Return memory of this length, from the beginning of a page; what it held is lost.
@@ -63,11 +66,11 @@ class HostBuffer:
             most = max(nbytes, self.nbytes * 5 // 4 if short else self.nbytes)
             self.free()
             try:
-                self._memory = torch.empty(most + PAGESIZE, dtype=torch.uint8, device="cpu")
-            except RuntimeError as error:
+                self._memory = _new_memory(most + mmap.PAGESIZE)
+            except (OSError, RuntimeError) as error:
                 raise MemoryError(f"a copy of the state takes {nbytes} bytes: {error}") from error
             self._for_devices, self._pinned = pinned, pinned and _pin(self._memory)
-        first = -self._memory.data_ptr() % PAGESIZE
+        first = -self._memory.data_ptr() % mmap.PAGESIZE
         array: Any = self._memory[first : first + nbytes].numpy()
         return memoryview(array)
 
@@ -77,6 +80,20 @@ class HostBuffer:
         if memory is not None and self._pinned:
             _cudart().cudaHostUnregister(memory.data_ptr())
         self._for_devices = self._pinned = False
+
+
+def _new_memory(nbytes: int) -> torch.Tensor:
+    """Return memory that is not touched yet: in huge pages, which takes a third of the time to.
+
+    Raises:
+        OSError, RuntimeError: there is not so much.
+    """
+    if sys.platform == "linux" and nbytes >= _HUGE_NBYTES:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a system without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def stage(plans: Sequence[FilePlan], buffer: HostBuffer, workers: Workers) -> list[Any]:
@@ -117,7 +134,7 @@ def _places(plans: Sequence[FilePlan]) -> tuple[list[int], int]:
         columns = zip(plan.codecs, plan.lengths, plan.byte_offset, strict=True)
         for codec, nbytes, byte_offset in columns:
             # Chunks of a file follow each other here too, so only its first leaves a gap.
-            end += (byte_offset - end) % PAGESIZE if codec == RAW else -end % _ALIGNMENT
+            end += (byte_offset - end) % mmap.PAGESIZE if codec == RAW else -end % _ALIGNMENT
             places.append(end)
             end += nbytes
     return places, end

@@ -6,6 +6,7 @@ import errno
 import gc
 import mmap
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -486,6 +487,44 @@ def test_memory_is_kept_until_it_is_freed_and_nothing_else_is(tmp_path, full_dis
     dsd.free_staging()
     assert buffer.nbytes == 0
     dsd.save(tmp_path / "1", state, background=True).wait()
+
+
+def huge_pages_at(address: int) -> bool:
+    """Whether a mapping of this process has this address, and is to be in huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if span is not None:
+            inside = int(span[1], 16) <= address < int(span[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    return False
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="needs huge pages of Linux"
+)
+def test_much_memory_is_asked_for_in_huge_pages_and_given_back_when_it_is_freed():
+    buffer = staging.HostBuffer()
+    room = buffer.room(8 << 20)
+    room[:] = bytes(range(256)) * (len(room) // 256)
+    assert buffer._memory is not None
+    place = buffer._memory.data_ptr()
+    assert place % 4096 == 0
+    assert huge_pages_at(place)
+    buffer.free()
+    assert room[255] == 255  # who has it keeps it
+    del room
+    assert not huge_pages_at(place)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 60, 1 << 62])
+def test_a_copy_that_there_is_no_memory_for_is_an_error_that_says_how_much(nbytes):
+    buffer = staging.HostBuffer()
+    with pytest.raises(MemoryError, match=f"takes {nbytes} bytes"):
+        buffer.room(nbytes)
+    assert buffer.nbytes == 0
+    assert len(buffer.room(10)) == 10
 
 
 def test_memory_grows_by_a_quarter_at_least_and_never_shrinks_by_itself(tmp_path):
