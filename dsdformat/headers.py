@@ -6,11 +6,12 @@ readers go by it, and what they would see otherwise is not handed out as sound (
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from dsdformat.blocks import BlockReader
@@ -137,16 +138,13 @@ class HeaderChecks:
         columns, paths, prefix = self._table.columns, self._table.decoded.paths, len(file.prefix)
         tensors, codecs, places = table.tensor, table.codec, table.byte_offset
         dtypes, counts, shape_of = columns.dtype, columns.chunk_count, columns.shape
-        forms: dict[tuple[int, tuple[int, ...]], tuple[str, int]] = {}
+        form_of = functools.cache(self._form)
         for chunk in chunks:
             tensor, codec, at = tensors[chunk], codecs[chunk], places[chunk]
             dtype, shape = dtypes[tensor], shape_of(tensor)
             if codec == RAW and counts[tensor] == 1:  # as most are, and many alike
                 key = emit_key(paths[tensor][prefix:], encoded_key)
-                known = forms.get((dtype, shape))
-                if known is None:
-                    known = forms[dtype, shape] = self._form(dtype, shape)
-                form, nbytes = known
+                form, nbytes = form_of(dtype, shape)
             else:
                 box = columns.rows(tensor).box(table.number[chunk], len(shape))
                 key = chunk_key(paths[tensor][prefix:], shape, box, codec)
@@ -168,8 +166,8 @@ class HeaderChecks:
         places = list(map(table.byte_offset.__getitem__, chunks))
         keys = _keys(map(self._table.decoded.paths.__getitem__, tensors), len(file.prefix))
         dtypes = map(columns.dtype.__getitem__, tensors)
-        known = _Forms(self._form)
-        forms = list(map(known.__getitem__, zip(dtypes, columns.shapes(tensors), strict=True)))
+        kinds = zip(dtypes, columns.shapes(tensors), strict=True)
+        forms = [form for form, _ in itertools.starmap(functools.cache(self._form), kinds)]
         begins = [at - room for at in places]
         texts = emit_entries(keys, forms, begins, map(operator.add, begins, lengths))
         return zip(places, tensors, texts, strict=True)
@@ -197,18 +195,6 @@ class HeaderChecks:
             blocks = -(-nbytes // self._table.body.block_nbytes)
             nbytes = sum(self._table.columns.frame_rows(first_frame, blocks)[0])
         return emit_form(dtype, shape, codec, nbytes), nbytes
-
-
-class _Forms(dict[tuple[int, tuple[int, ...]], str]):
-    """What headers say of chunks by dtype and shape; as `HeaderChecks._form` gives it."""
-
-    def __init__(self, form: Callable[[int, tuple[int, ...]], tuple[str, int]]) -> None:
-        super().__init__()
-        self._form = form
-
-    def __missing__(self, kind: tuple[int, tuple[int, ...]]) -> str:
-        self[kind], _ = self._form(*kind)
-        return self[kind]
 
 
 def _keys(paths: Iterable[Path], prefix: int) -> list[str]:

@@ -6,7 +6,7 @@ import difflib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from dsdformat.entries import tree_of
@@ -28,10 +28,10 @@ class Lookup:
         """Return the number of the tensor that has this display name, or None."""
         index = self._index_by_path.get(parse_name(name))
         if index is not None:  # paths that are equal may be displayed in two ways, as 1 and True
-            for path in self._table.paths(index):
-                if emit_name(path, encoded_key) == name:
-                    return index
-        return self._index_by_name.get(name)
+            names = (emit_name(path, encoded_key) for path in self._table.paths(index))
+            return index if name in names else None
+        # Steps that are neither strings nor integers are displayed so, and no others.
+        return self._index_by_name.get(name) if "@x" in name else None
 
     def find(self, name: str) -> Any:
         """Return what has a display name: a value, a container, or a `TensorEntry`.
@@ -72,15 +72,17 @@ class Lookup:
     @functools.cached_property
     def _index_by_name(self) -> dict[str, int]:
         """The numbers of tensors by display name, which takes many times as long."""
-        return {
-            emit_name(path, encoded_key): index
-            for index in range(len(self._table))
-            for path in self._table.paths(index)
-        }
+        return dict(self._named())
+
+    def _named(self) -> Iterator[tuple[str, int]]:
+        """List the display names of all tensors, and their numbers."""
+        for index in range(len(self._table)):
+            for path in self._table.paths(index):
+                yield emit_name(path, encoded_key), index
 
     def _not_found(self, name: str | tuple[Any, ...]) -> NoReturn:
         text = name if isinstance(name, str) else "/".join(map(str, name))
-        some = list(itertools.islice(self._index_by_name, 3000))
+        some = [one for one, _ in itertools.islice(self._named(), 3000)]
         raise EntryNotFoundError(
             f"no entry {shorten(name)} in {self._table.storage.name}",
             name=text,
